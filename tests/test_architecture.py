@@ -24,9 +24,7 @@ WAITING_METHODS = {
     "communicate": 1,
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
-SHORT_MODULES: dict[str, str] = {
-    "training/stop_signals.py": "signals stand apart from the trainer's loop",
-}
+SHORT_MODULES: dict[str, str] = {}
 KNOWS_SWIFT = {
     "training/best_model.py",
     "training/sft.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from commands import run_command
+from ledger_run import LedgerRun
 
 from swift_stage2 import __version__, cli
 from swift_stage2.config import Stage2Config
@@ -315,3 +317,51 @@ def test_credentials_of_an_upstream_are_not_echoed(capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert "***@" in error
     assert "hush" not in error
+
+
+# --- completion, and output that nobody reads ---------------------------------------------------------
+
+
+@pytest.fixture
+def script(capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["completion", "bash"]) == 0
+    return capsys.readouterr().out
+
+
+def complete(script: str, *words: str) -> list[str]:
+    bash = shutil.which("bash")
+    assert bash is not None
+    typed = f'COMP_WORDS=({" ".join(words[:-1])} "{words[-1]}"); COMP_CWORD={len(words) - 1}'
+    ask = f'{typed}; $(complete -p swift-stage2 | grep -o "_shtab[a-z0-9_]*"); echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(
+        [bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.split()
+
+
+def test_commands_and_options_are_completed(script: str) -> None:
+    assert complete(script, "swift-stage2", "la") == ["launch"]
+    assert complete(script, "swift-stage2", "be") == ["bench"]
+    assert complete(script, "swift-stage2", "launch", "--re") == ["--resume"]
+
+
+_SHOW = """
+import sys
+from swift_stage2 import cli
+sys.exit(cli.ended("launch", lambda: [cli._show("a line") for _ in range(3)] and 7))
+"""
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_what_only_prints_is_cut_quietly_and_a_run_goes_on(tmp_path: Path, is_run: bool) -> None:
+    LedgerRun(tmp_path).train_drawn(2)
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = ["-c", _SHOW] if is_run else ["-m", "swift_stage2", "report", str(tmp_path), "--json"]
+    try:
+        ended = subprocess.run(
+            [sys.executable, *words], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (7 if is_run else 1, "")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import config_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.task import TASKS, Task, correct_by, needed_columns, register_task, try_task
 from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, asked_by, given_by, register_column
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.servers import infer_wire
@@ -92,9 +92,10 @@ def registered() -> Iterator[None]:
 
 
 def configured(task: str, **telemetry: Any) -> Stage2Config:
-    data = {"stage2_ab": {"schedule": {"b_ratio": 0}, "task": task}, "swift": {"model": "m"}}
-    plugins = {"external_plugins": ["tasks.py"]}
-    return bind(Stage2Config, data | {"swift": data["swift"] | plugins, "telemetry": telemetry})
+    plugins = {"model": "m", "external_plugins": ["tasks.py"]}
+    return config_of(
+        {"stage2_ab.schedule.b_ratio": 0, "stage2_ab.task": task, "swift": plugins, "telemetry": telemetry}
+    )
 
 
 def test_a_task_or_telemetry_needs_columns_and_nobody_else(registered: None) -> None:

@@ -24,22 +24,17 @@ ROW = {
 
 
 def pipe(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
     os.mkfifo(path)
     return path
 
 
 def endless(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
     path.symlink_to("/dev/zero")
     return path
 
 
 def sparse(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"")
+    path.touch()
     os.truncate(path, MOST_BYTES + 1)
     return path
 
@@ -51,68 +46,35 @@ def write_rows(folder: Path) -> Path:
     return path
 
 
-def in_a_row(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    rows = write_rows(folder)
-    spoil(folder / "a.png")
-    return ["data", "check", str(rows)]
+IMPORT = "--images {folder} --output {folder}/o.jsonl"
+PLACES = {
+    "a.png": "data check {folder}/rows.jsonl",
+    "b.jsonl": "data check {folder}/b.jsonl",
+    "voc/a.xml": f"import voc {{folder}}/voc {IMPORT}",
+    "labels/a.txt": f"import yolo {{folder}}/labels {IMPORT}",
+    "p.jsonl": "evaluate --predictions {folder}/p.jsonl --data {folder}/rows.jsonl",
+    "events/rank0.jsonl": "report {folder}",
+    "c.yaml": "launch {folder}/c.yaml",
+}
+"""Commands that read a file of this name."""
 
 
-def as_rows(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    return ["data", "check", str(spoil(folder / "rows.jsonl"))]
-
-
-def as_xml(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    spoil(folder / "voc" / "a.xml")
-    return [
-        "import",
-        "voc",
-        str(folder / "voc"),
-        "--images",
-        str(folder),
-        "--output",
-        str(folder / "o.jsonl"),
-    ]
-
-
-def as_labels(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    write_rows(folder)
-    spoil(folder / "labels" / "a.txt")
+def prepared(folder: Path) -> Path:
+    for name in ("voc", "labels", "events"):
+        (folder / name).mkdir()
     (folder / "labels" / "classes.txt").write_text("cat\n")
-    return [
-        "import",
-        "yolo",
-        str(folder / "labels"),
-        "--images",
-        str(folder),
-        "--output",
-        str(folder / "o.jsonl"),
-    ]
-
-
-def as_predictions(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    return ["evaluate", "--predictions", str(spoil(folder / "p.jsonl")), "--data", str(write_rows(folder))]
-
-
-def as_log(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    spoil(folder / "events" / "rank0.jsonl")
-    return ["report", str(folder)]
-
-
-def as_configuration(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    return ["launch", str(spoil(folder / "c.yaml"))]
+    return write_rows(folder)
 
 
 @pytest.mark.parametrize("spoil", [pipe, endless])
-@pytest.mark.parametrize(
-    "place", [in_a_row, as_rows, as_xml, as_labels, as_predictions, as_log, as_configuration]
-)
+@pytest.mark.parametrize("name", PLACES)
 def test_every_command_tells_of_what_is_no_regular_file(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    place: Callable[[Path, Callable[[Path], Path]], list[str]],
-    spoil: Callable[[Path], Path],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Path]
 ) -> None:
-    assert main(place(tmp_path, spoil)) in (0, 1, 2)
+    prepared(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    spoil(tmp_path / name)
+    assert main(PLACES[name].format(folder=tmp_path).split()) in (0, 1, 2)
     assert "not a regular file" in "".join(capsys.readouterr())
 
 
@@ -136,8 +98,8 @@ def test_no_command_has_a_terminal_obey_a_path_or_a_label(
     """Each of them comes in table, line and error."""
     folder = tmp_path / f"a{OBEYED}b"
     folder.mkdir()
-    rows = write_rows(folder)
-    labels = as_labels(folder, lambda path: path.parent.mkdir() or path)
+    rows = prepared(folder)
+    labels = [word.format(folder=folder) for word in PLACES["labels/a.txt"].split()]
     (folder / "labels" / "a.txt").write_text("7 0.5 0.5 0.1 0.1")
     (folder / f"b{OBEYED}.png").write_bytes(b"no picture")
     (folder / "labels" / f"b{OBEYED}.txt").write_text("0 0.5 0.5 0.1 0.1")

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from swift_stage2.checks.samples import RowLengths, check_rows
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.objective import require_weight
-from swift_stage2.config.rules import Inequality, find
+from swift_stage2.config.rules import find
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.records import Rollout, Sample
 from swift_stage2.runtime.output import say
@@ -122,19 +121,26 @@ def merge_lengths(
 
     The first one tells what does not fit, and what a step of either channel trains.
     """
-    lengths = reduce(RowLengths.merged, map(RowLengths.from_note, control.gather(mine.lengths.to_note())))
+    lengths = RowLengths.merged(control.gather(mine.lengths.to_note()))
     if control.rank == 0:
-        for found, remedy in lengths.troubles:
+        for found, remedy in lengths.troubles(config):
             telemetry.record_warning(f"{found}; {remedy}")
         sizes = step_sizes(config, lengths, packs_per_step * control.world_size)
-        if sizes is not None and sizes.holds:
-            say(f"swift-stage2 train: {sizes.numbers}", is_error=True)
+        if sizes is not None and sizes.remedy:
+            telemetry.record_warning("; ".join(sizes))
         elif sizes is not None:
-            telemetry.record_warning(str(sizes.error))
+            say(f"swift-stage2 train: {sizes.told}", is_error=True)
     return replace(mine, lengths=lengths)
 
 
-def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Inequality | None:
+class StepSizes(NamedTuple):
+    """What a step of either channel trains, and what to write where that differs too much."""
+
+    told: str
+    remedy: str
+
+
+def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> StepSizes | None:
     """Ratio of rows in one B step (``num_packs`` full packs, over all ranks) to rows in one A step.
 
     A step of either channel has as many micro steps: of a pack, or of ``per_device_train_batch_size`` rows (ms-swift's
@@ -146,7 +152,7 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
     capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
     mean, per_pack = lengths.num_tokens / lengths.num_rows, lengths.samples_per_pack(capacity)
     remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
-    beside = lengths.segments.longest if config.stage2_ab.trains_targets_beside else 0
+    beside = lengths.longest_segment[0] if config.stage2_ab.trains_targets_beside else 0
     wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + max_new_tokens + beside)
     if wanted < capacity:
         remedy += f", or stage2_ab.channel_b.packing.packing_length: {wanted}"
@@ -155,14 +161,9 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
         f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "
         f"{lengths.num_rows:,} rows of data"
     )
-    return Inequality(
-        "step sizes",
-        f"rows of a B step <= {_MOST_A_STEPS} * rows of an A step",
-        told,
-        per_pack <= _MOST_A_STEPS * batch,
-        remedy,
-        is_advice=True,
-    )
+    if per_pack <= _MOST_A_STEPS * batch:
+        return StepSizes(told, "")
+    return StepSizes(f"{told}; more than {_MOST_A_STEPS} A steps are too many", remedy)
 
 
 def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from swift_stage2.checks.dataset import check_data
+from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
 from swift_stage2.checks.model import check_family, check_model
 from swift_stage2.checks.servers import (
     refuse_busy_ports,
@@ -24,9 +24,13 @@ from swift_stage2.checks.servers import (
     refuse_lone_addresses,
     warn_of_open_servers,
 )
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import RowsWithoutObjects, Stage2Config
+from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.errors import ConfigError
+from swift_stage2.dataset.fault import Rule
+from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.survey import Findings, survey
+from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.runtime.checkpoints import check_world_size
 from swift_stage2.runtime.run_directory import refuse_earlier_run
 from swift_stage2.runtime.torchrun import check_gloo_address
@@ -120,19 +124,16 @@ def left_out(why: str) -> CheckResult[Any]:
     return CheckResult(Verdict.NOT_CHECKED, why)
 
 
-DOES_NOT_APPLY = left_out("does not apply to this configuration")
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """One entry: its name in the doctor's table, the field of ``Known`` that it needs, and the work.
 
-    ``find`` raises UserError; of a check that does not apply to the configuration it returns ``DOES_NOT_APPLY``.
+    ``find`` raises UserError, and returns what is worth a row; None where all is well, or does not apply.
     """
 
     name: str
     needs: str
-    find: Callable[[Stage2Config, Known], CheckResult[None]]
+    find: Callable[[Stage2Config, Known], CheckResult[None] | None]
 
 
 def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
@@ -144,7 +145,7 @@ def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object]
     tells = os.environ.get("RANK", "0") == "0"
     for check in due_checks(known):
         found = check.find(config, known)
-        if found.verdict is Verdict.WARNING and tells:
+        if found is not None and found.verdict is Verdict.WARNING and tells:
             tell(f"{found.found}; {found.fix}")
 
 
@@ -156,16 +157,17 @@ def due_checks(known: Known) -> Iterator[Check]:
             yield check
 
 
-def _rank_environment(config: Stage2Config, known: Known) -> CheckResult[None]:
-    environment = known.rank_environment or {}
-    check_gloo_address(environment)
-    return ok(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
+def _devices(config: Stage2Config, known: Known) -> None:
+    if config.swift.get("use_cpu") is not True:
+        kind, num_devices = known.devices or (None, 0)
+        require_known_accelerator(kind)
+        require_visible_devices(os.environ, num_devices)
 
 
-def _api_key(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _api_key(config: Stage2Config, known: Known) -> CheckResult[None] | None:
     """Whether there is a key; never what it is."""
     if not config.b_enabled:
-        return DOES_NOT_APPLY
+        return None
     name, key = config.rollout.api_key_env, config.rollout.api_key()
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(
@@ -181,76 +183,53 @@ def _api_key(config: Stage2Config, known: Known) -> CheckResult[None]:
     return ok(f"{name} is not set: right for servers without a key")
 
 
-def _addresses(config: Stage2Config, known: Known) -> CheckResult[None]:
-    num_hosts = config.launch.learner.nnodes
-    if not config.b_enabled or num_hosts == 1:
-        return DOES_NOT_APPLY
-    refuse_lone_addresses(config)
-    return ok(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
-
-
-def _rendezvous(config: Stage2Config, known: Known) -> CheckResult[None]:
-    if (endpoint := config.launch.learner.rdzv_endpoint) is None:
-        return DOES_NOT_APPLY
-    refuse_deaf_endpoint(endpoint)
-    return ok(f"{endpoint} has an address, and its port is free if it is this machine's")
-
-
-def _model(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _model(config: Stage2Config, known: Known) -> None:
     check_model(config.swift)
     check_family(config)
-    names = ("model", "adapters", "resume_from_checkpoint")
-    return ok(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
 
 
-def _deepspeed(config: Stage2Config, known: Known) -> CheckResult[None]:
-    if not config.swift.get("deepspeed"):
-        return DOES_NOT_APPLY
+def _deepspeed(config: Stage2Config, known: Known) -> None:
     # Else the ranks would learn it once the model is loaded
-    if importlib.util.find_spec("deepspeed") is None:
+    if config.swift.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "swift.deepspeed needs DeepSpeed in the learner's environment",
             got=f"deepspeed={config.swift['deepspeed']!r:.200} and no such package",
             remedy="install the extra swift-stage2[deepspeed], or remove the key",
         )
-    return ok("DeepSpeed is installed")
 
 
-def _resume(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _resume(config: Stage2Config, known: Known) -> CheckResult[None] | None:
     """As ``refuse_unsupported`` refuses it, when it would be too late."""
     swift = config.swift
     is_sharded_adapter = swift.get("fsdp") and swift.get("tuner_type", "lora") != "full"
     if not is_sharded_adapter or swift.get("save_strategy") == "no":
-        return DOES_NOT_APPLY
+        return None
     return warning(
         "checkpoints of LoRA under FSDP2 cannot be resumed: a run that ends early must begin anew",
         "train with DDP or ZeRO, or write swift.tuner_type: full",
     )
 
 
-def _plugins(config: Stage2Config, known: Known) -> CheckResult[None]:
-    plugins = [Path(place).expanduser() for place in named_places(config.swift, "external_plugins")]
-    for plugin in plugins:
-        if not plugin.is_file():
+def _plugins(config: Stage2Config, known: Known) -> None:
+    for place in named_places(config.swift, "external_plugins"):
+        if not (plugin := Path(place).expanduser()).is_file():
             raise ConfigError(
                 "swift.external_plugins must name Python files",
                 got=f"{str(plugin)!r}, which is none",
                 remedy="correct the path",
             )
-    return ok(", ".join(map(str, plugins))) if plugins else DOES_NOT_APPLY
 
 
-def _disk_directory(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _disk_directory(config: Stage2Config, known: Known) -> None:
     directory = config.rollout.sync.disk_directory
     if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
-        return DOES_NOT_APPLY
+        return
     if not os.path.isdir(directory) or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
             "rollout.sync.disk_directory must be a directory that the learner's user can write",
             got=f"disk_directory={directory!r}",
             remedy="make it, or mount it, and let learner and servers see it",
         )
-    return ok(f"weights travel by {directory}, which can be written")
 
 
 def _data_sets(config: Stage2Config, known: Known) -> CheckResult[None]:
@@ -259,58 +238,106 @@ def _data_sets(config: Stage2Config, known: Known) -> CheckResult[None]:
     return warning(f"{text}; {' | '.join(advice)}", fix) if advice else ok(text)
 
 
-def _earlier_run(config: Stage2Config, known: Known) -> CheckResult[None]:
-    refuse_earlier_run(config.swift)
-    return ok("no earlier run is written over")
+def check_data(config: Stage2Config) -> tuple[str, list[str]]:
+    """Checks every row of every local JSONL of a run. Returns what was found, and advice, which refuses nothing.
+
+    Without channel B answers may be anything.
+
+    Raises:
+        DatasetError: a file is missing, a folder, cannot be read or holds no rows, or rows have faults; names key,
+            file, line, problem and remedy.
+        ConfigError: an argument is neither a path nor a list of paths.
+    """
+    task, written = config.stage2_ab.task, config.stage2_ab.dialect
+    # The dialect of all answers; None of a user's, which is loaded later, and judged then.
+    dialect, num_coordinates = DIALECTS.get(written or ""), coordinates_of(task, written)
+    needs_objects = config.stage2_ab.channel_b.rows_without_objects is RowsWithoutObjects.REFUSE
+    # With which ``data check`` judges these rows as a run with channel B does.
+    options = "" if task == DEFAULT_TASK else f" --task {task}"
+    if task not in SHIPPED_TASKS and dialect is not None:
+        options += f" --dialect {dialect}"
+    options += "" if needs_objects else " --rows-without-objects"
+    num_rows, advice = 0, list[str]()
+    for argument, files in local_files(config.swift).items():
+        if not files:
+            continue
+        try:
+            findings = survey(
+                files,
+                dialect=dialect if config.b_enabled else None,
+                judge_answers=config.b_enabled and dialect is not None,
+                needs_objects=needs_objects,
+                num_coordinates=num_coordinates,
+            )
+        except DatasetError as error:
+            raise error.at(f"swift.{argument}") from error
+        _refuse_faults(argument, findings, options)
+        num_rows += findings.num_rows
+        advice += [
+            f"swift.{argument}: {rule}: {findings.counts[rule]:,} of {findings.num_rows:,} rows, the first: "
+            f"{findings.of(rule)[0]}"
+            for rule in Rule
+            if rule.is_advice and findings.counts.get(rule)
+        ]
+    names = ", ".join(named_places(config.swift, "dataset"))
+    if validation := named_places(config.swift, "val_dataset"):
+        names += f"; for validation {', '.join(validation)}"
+    if not num_rows:
+        return f"{names}: no local JSONL, so that no row was checked", []
+    parts = "form and pictures"
+    if num_coordinates is not None:
+        parts = f"picture, {'points' if num_coordinates == 2 else 'boxes'} and answer"
+    return f"{names}: all {num_rows:,} rows checked, each with its {parts}", advice
 
 
-def _checkpoint_ranks(config: Stage2Config, known: Known) -> CheckResult[None]:
-    checkpoints = named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []
-    for checkpoint in checkpoints:
-        check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
-    return ok(f"{checkpoints[0]} goes on with {known.num_ranks} rank(s)") if checkpoints else DOES_NOT_APPLY
-
-
-def _ports(config: Stage2Config, known: Known) -> CheckResult[None]:
-    ports = list(map(str, refuse_busy_ports(config, known.started_servers or ())))
-    return ok(f"ports {', '.join(ports[:-1])} and {ports[-1]} are free") if ports else DOES_NOT_APPLY
-
-
-def _devices(config: Stage2Config, known: Known) -> CheckResult[None]:
-    kind, num_devices = known.devices or (None, 0)
-    if config.swift.get("use_cpu") is True:
-        return ok("the learner computes on the CPU")
-    require_known_accelerator(kind)
-    require_visible_devices(os.environ, num_devices)
-    return ok(f"torch finds {num_devices} device(s) of kind {kind}" if kind else "torch finds the CPU only")
-
-
-def _validation_set(config: Stage2Config, known: Known) -> CheckResult[None]:
-    evaluation, num_rows = config.stage2_ab.evaluation, known.num_validation_rows or 0
-    if not evaluation.every_steps:
-        return DOES_NOT_APPLY
-    config.check_validation_set(num_rows)
-    return ok(
-        f"every evaluation asks the first {min(num_rows, evaluation.num_samples)} of its {num_rows} rows"
+def _refuse_faults(argument: str, findings: Findings, options: str) -> None:
+    """Raises DatasetError with the first fault, the number of rows that have any, and the command that lists all."""
+    faults = [fault for fault in findings.faults if not fault.rule.is_advice]
+    if not faults:
+        return
+    first = min(faults, key=lambda fault: (findings.files.index(fault.place.file), fault.place.line))
+    if findings.num_bad_rows == 1:
+        raise DatasetError(str(first), key=f"swift.{argument}")
+    raise DatasetError(
+        f"{findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: {first}",
+        remedy=f"list all: swift-stage2 data check {' '.join(map(str, findings.files))}{options}",
+        key=f"swift.{argument}",
     )
 
 
+def _checkpoint_ranks(config: Stage2Config, known: Known) -> None:
+    for checkpoint in named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []:
+        check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
+
+
 CHECKS = (
-    Check("rank environment", "rank_environment", _rank_environment),
+    Check(
+        "rank environment",
+        "rank_environment",
+        lambda config, known: check_gloo_address(known.rank_environment or {}),
+    ),
     Check("learner's devices", "devices", _devices),
     Check("API key", "addresses", _api_key),
-    Check("addresses of hosts", "addresses", _addresses),
-    Check("rendezvous", "starts_learner", _rendezvous),
+    Check("addresses of hosts", "addresses", lambda config, known: refuse_lone_addresses(config)),
+    Check("rendezvous", "starts_learner", lambda config, known: refuse_deaf_endpoint(config)),
     Check("model directory", "files", _model),
     Check("DeepSpeed", "files", _deepspeed),
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
     Check("disk directory", "files", _disk_directory),
     Check("data sets", "rows", _data_sets),
-    Check("earlier run", "run_directory", _earlier_run),
+    Check("earlier run", "run_directory", lambda config, known: refuse_earlier_run(config.swift)),
     Check("ranks", "num_ranks", _checkpoint_ranks),
-    Check("ports", "started_servers", _ports),
-    Check("validation set", "num_validation_rows", _validation_set),
+    Check(
+        "ports",
+        "started_servers",
+        lambda config, known: refuse_busy_ports(config, known.started_servers or ()),
+    ),
+    Check(
+        "validation set",
+        "num_validation_rows",
+        lambda config, known: config.check_validation_set(known.num_validation_rows or 0),
+    ),
 )
 
 

@@ -1,36 +1,183 @@
 """``swift-stage2 doctor CONFIG.yaml [--live]``: runs every check in order and prints a row for each.
 
 Exit status: 0 nothing failed, 1 a check failed, 2 the user's mistake (no such file, no YAML). A check gets
-the results that it needs from the checks before it; nothing is looked at twice.
+the results that it needs from the checks before it; nothing is looked at twice. One that rests on a failed one is not
+run: its row says which one, and counts as failed with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.checks.checks import CheckResult, Known, failed, ok, warning
-from swift_stage2.checks.examination import Examination, findings_table, show_rules
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from swift_stage2.checks.checks import (
+    Check,
+    CheckResult,
+    Known,
+    ValueT,
+    Verdict,
+    due_checks,
+    failed,
+    left_out,
+    ok,
+    warning,
+)
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
+from swift_stage2.config.root import SECRET
 from swift_stage2.config.yaml_text import read_yaml
-from swift_stage2.errors import ConfigError
-from swift_stage2.runtime.network import addresses_of, connection_error, holder_of, http_remedy, is_here
+from swift_stage2.errors import ConfigError, Stage2Error, UserError
+from swift_stage2.runtime.network import connection_error, holder_of, http_remedy, is_here, resolve
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 from swift_stage2.runtime.visible_devices import select_devices
 
+logger = logging.getLogger(__name__)
+
 EXIT_FAILED = 1
-_SECRET_MARKS = ("token", "secret", "password", "api_key")
 _NARROWEST_COLUMNS = 80
 _CONNECT_TIMEOUT_S = 5.0
 _SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_failed")
+_HIDDEN = "***"
+
+
+class Examination:
+    """The rows of one run of the doctor, in order. ``secrets`` are replaced wherever they turn up."""
+
+    def __init__(
+        self, *, secrets: Sequence[str] = (), on_begin: Callable[[str], None] = lambda check: None
+    ) -> None:
+        self.findings: list[CheckResult[Any]] = []
+        self._secrets = tuple(secret for secret in secrets if secret)
+        self._on_begin = on_begin
+        self._section = ""
+
+    def begin_section(self, title: str) -> None:
+        """The rows from here on belong together."""
+        self._section = title
+
+    def check(
+        self,
+        name: str,
+        work: Callable[[], CheckResult[ValueT]],
+        *,
+        needs: Sequence[CheckResult[Any]] = (),
+        fix: str = "",
+    ) -> CheckResult[ValueT]:
+        """Runs one check unless one that it needs has not passed.
+
+        ``fix`` is the remedy for an error that carries none of its own.
+        """
+        held = next((need for need in needs if not need.passed), None)
+        if held is None:
+            self._on_begin(name)
+            result = self._result(work, fix)
+        elif held.verdict is Verdict.NOT_CHECKED:
+            result = left_out(held.found)
+        else:
+            elsewhere = f" ({held.section})" if held.section != self._section else ""
+            result = left_out(f"because of: {held.check}{elsewhere}")
+        result = replace(
+            result,
+            section=self._section,
+            check=name,
+            found=self._clean(result.found),
+            fix=self._clean(result.fix),
+            counts_as_failed=held.counts_as_failed if held else result.verdict is Verdict.FAILED,
+        )
+        self.findings.append(result)
+        return result
+
+    def show(
+        self, config: Stage2Config, known: Known, *, needs: Sequence[CheckResult[Any]] = ()
+    ) -> dict[str, CheckResult[None]]:
+        """The results of the checks whose needs are ``known``, by name. Those with nothing to say share a row."""
+        shown, silent = {}, []
+        for check in due_checks(known):
+            result = self.check(check.name, partial(_look, check, config, known), needs=needs)
+            shown[check.name] = result
+            if result.verdict is Verdict.OK and not result.found:
+                self.findings.pop()
+                silent.append(check.name)
+        if silent:
+            self.check("checked as well", lambda: ok(", ".join(silent)))
+        return shown
+
+    @property
+    def num_failed(self) -> int:
+        """Rows that failed, those that could not be checked because of another left out."""
+        return sum(finding.verdict is Verdict.FAILED for finding in self.findings)
+
+    def _result(self, work: Callable[[], CheckResult[ValueT]], fix: str) -> CheckResult[ValueT]:
+        try:
+            return work()
+        except UserError as error:
+            return failed(error.found, error.remedy or fix)
+        except Stage2Error as error:
+            return failed(str(error), fix)
+        except Exception as error:  # top of a check: whatever a library raises is a finding
+            logger.debug("a check ended with an unexpected error", exc_info=True)
+            return failed(f"{type(error).__name__}: {error}", fix or "mend what this error names")
+
+    def _clean(self, text: str) -> str:
+        """One line without secrets."""
+        for secret in self._secrets:
+            text = text.replace(secret, _HIDDEN)
+        return " ".join(text.split())
+
+
+def _look(check: Check, config: Stage2Config, known: Known) -> CheckResult[None]:
+    return check.find(config, known) or ok("")
+
+
+_STYLES = {
+    Verdict.OK: "green",
+    Verdict.WARNING: "yellow",
+    Verdict.FAILED: "bold red",
+    Verdict.NOT_CHECKED: "dim",
+}
+_CHECK_COLUMNS = 20
+_FIX_INDENT = 4
+
+
+def findings_table(findings: Sequence[CheckResult[Any]]) -> RenderableType:
+    """A section per heading, one row per check with its fix below, and a line that counts the verdicts."""
+    parts: list[RenderableType] = []
+    look: dict[str, Any] = {"show_header": False, "expand": True, "box": SIMPLE}
+    look |= {"show_edge": False, "pad_edge": False}
+    for section, rows in groupby(findings, key=lambda finding: finding.section):
+        parts.append(Text(section, style="bold italic"))
+        for finding in rows:
+            table = Table(**look)  # one for each, so that a fix has the whole width for its long keys
+            table.add_column(width=_CHECK_COLUMNS, overflow="fold")
+            table.add_column(width=len(Verdict.WARNING))
+            table.add_column(ratio=1, overflow="fold")
+            style, is_shown = _STYLES[finding.verdict], finding.verdict is not Verdict.NOT_CHECKED
+            found = Text(finding.found) if is_shown else Text(f"not checked: {finding.found}", style=style)
+            table.add_row(finding.check, Text(str(finding.verdict) if is_shown else "-", style=style), found)
+            parts.append(table)
+            if finding.fix:
+                parts.append(Padding(Text(f"fix: {finding.fix}", style=style), (0, 0, 0, _FIX_INDENT)))
+        parts.append(Text())
+    counts = Counter(finding.verdict for finding in findings)
+    counted = [Text(f"{counts[each]} {each}", style=_STYLES[each]) for each in Verdict if counts[each]]
+    return Group(*parts, Text(", ").join(counted))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> None:
-    loaded = check_configuration(exam, path)
+    exam.begin_section("Configuration")
+    loaded = exam.check("configuration loads", partial(_load, path))
     if not loaded.passed:
         for name in ("model and data", "servers"):
             exam.check(name, lambda: ok(""), needs=[loaded])
@@ -115,7 +263,7 @@ def _secrets(data: dict[str, Any]) -> tuple[str, ...]:
     key = os.environ.get(name if isinstance(name, str) else "SWIFT_ROLLOUT_API_KEY", "")
     swift = data.get("swift")
     entries = swift.items() if isinstance(swift, dict) else ()
-    hidden = (text for place, text in entries if any(mark in place for mark in _SECRET_MARKS))
+    hidden = (text for place, text in entries if SECRET.search(place))
     return (key, *(text for text in hidden if isinstance(text, str)))
 
 
@@ -157,21 +305,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_configuration(exam: Examination, path: Path) -> CheckResult[Stage2Config]:
-    """The file loads; then one row per rule."""
-    exam.begin_section("Configuration")
-    loaded = exam.check("configuration loads", partial(_load, path))
-    if loaded.passed and loaded.result.b_enabled:
-        show_rules(exam, loaded.result.inequalities(loaded.result.gradient_accumulation_steps))
-    return loaded
-
-
 def _load(path: Path) -> CheckResult[Stage2Config]:
     config = load_config(path)
-    if not config.b_enabled and config.warnings:
-        return warning(config.warnings[0], "remove them", config)
     rollout = f"{len(config.rollout.servers)} server(s)" if config.b_enabled else "channel B is off"
-    return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
+    found = f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}"
+    if not config.warnings:
+        return ok(found, config)
+    told, _, remedy = " | ".join(config.warnings).rpartition("; ")
+    return warning(f"{found}; {told}", remedy, config)
 
 
 def check_devices(config: Stage2Config) -> CheckResult[None]:
@@ -220,13 +361,13 @@ def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) ->
 
 def check_reachable(server: ServerConfig, *, must_answer: bool) -> CheckResult[str]:
     """A TCP connection; hands the address on. A server may not run yet, unless it must answer."""
-    addresses = addresses_of(server.host, server.port)
-    if isinstance(addresses, str):
+    try:
+        address = str(resolve(server.host, server.port)[0][4][0])
+    except OSError as unknown:
         return failed(
-            f"{server.host} has no address: {addresses}",
+            f"{server.host} has no address: {unknown}",
             f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
         )
-    address = addresses[0]
     if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
         found = f"nothing answers at {server.base_url} ({address}): {error}"
         fix = f"{http_remedy(error)}, or correct its base_url in rollout.servers"

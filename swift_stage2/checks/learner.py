@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
 from swift_stage2.checks.checks import CheckResult, Known, left_out, ok, warning
-from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
 from swift_stage2.config import Stage2Config
 from swift_stage2.runtime.memory import available_memory_bytes
 
 if TYPE_CHECKING:
+    from swift_stage2.checks.doctor import Examination
     from swift_stage2.checks.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
@@ -52,7 +50,7 @@ def examine_learner(
         needs=[prepared, rows_checked],
         fix="mend the data set, or section swift",
     )
-    exam.check("packing_length", lambda: check_packing_length(samples.result), needs=[samples])
+    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
     exam.check(
         "step sizes",
         lambda: check_step_sizes(
@@ -85,22 +83,17 @@ def _check_load(prepared: LearnerPreparation) -> CheckResult[None]:
 
 def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> CheckResult[None]:
     """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
-    shapes: list[Sequence[int]] = []
-    for path in prepared.model_directory.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (no mapping)
-    if not shapes:
+    weights = sum(path.stat().st_size for path in prepared.model_directory.glob("*.safetensors"))
+    if not weights:
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")
-    num_parameters = sum(map(math.prod, shapes))
-    weights = prepared.args.torch_dtype.itemsize * num_parameters
-    need = rank_bytes(config.swift, weights, num_parameters, num_ranks)
+    need = rank_bytes(config.swift, weights, prepared.args.torch_dtype.itemsize, num_ranks)
     is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
     where, room = "of main memory", available_memory_bytes()
     if not is_on_cpu:
         where, room = "of the GPU", torch.cuda.get_device_properties(0).total_memory
     found = (
-        f"{num_parameters:.3g} parameters: a rank needs {need / 1e9:.3g} of {room / 1e9:.3g} GB {where} and more for "
-        f"activations, servers need theirs; rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
+        f"a rank needs {need / 1e9:.3g} of {room / 1e9:.3g} GB {where} and more for activations, servers need theirs; "
+        f"rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
     )
     if need <= room:
         return ok(found)
@@ -109,14 +102,14 @@ def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: 
     )
 
 
-def rank_bytes(swift: Mapping[str, Any], weights: int, num_parameters: int, num_ranks: int) -> float:
+def rank_bytes(swift: Mapping[str, Any], weights: int, itemsize: int, num_ranks: int) -> float:
     """Of weights, gradients and Adam's states on one rank; DeepSpeed keeps a copy and the states in float32."""
     zero, is_fsdp = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")), bool(swift.get("fsdp"))
     stage = 3 if is_fsdp else int(zero[1]) if zero else 0
     own = weights / (num_ranks if stage == 3 else 1)
     if swift.get("tuner_type") != "full":
         return own
-    states = weights + _DEEPSPEED_BYTES * num_parameters if zero else 3 * weights
+    states = weights + _DEEPSPEED_BYTES * weights / itemsize if zero else 3 * weights
     return own + states / (num_ranks if stage else 1)
 
 
@@ -136,8 +129,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckR
     )
     found = (
         f"{len(checked.samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
-        f"{config.stage2_ab.task} checks it; prompts of {checked.lengths.shortest_prompt} to "
-        f"{checked.lengths.longest_prompt} tokens"
+        f"{config.stage2_ab.task} checks it; prompts of up to {checked.lengths.longest_prompt} tokens"
     )
     if len(checked.samples) < count:
         looked_at = min(MOST_LOOKED_AT, len(usable))
@@ -146,17 +138,17 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckR
     return ok(found, checked)
 
 
-def check_packing_length(samples: CheckedRows) -> CheckResult[None]:
+def check_packing_length(config: Stage2Config, samples: CheckedRows) -> CheckResult[None]:
     """The row that compares ``packing_length`` with the longest prompt and its answer."""
-    if troubles := samples.lengths.troubles:
+    if troubles := samples.lengths.troubles(config):
         return warning(
             " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
         )
-    longest = samples.lengths.segments
+    longest, place = samples.lengths.longest_segment
     return ok(
-        f"packing_length {longest.limit} holds the longest prompt and what may follow it; of all "
-        f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
-        f"({longest.place})"
+        f"packing_length {config.stage2_ab.channel_b.packing.packing_length} holds the longest prompt and what may "
+        f"follow it; of all {samples.lengths.num_rows:,} rows the longest with its true answer has {longest} tokens "
+        f"({place})"
     )
 
 
@@ -167,4 +159,4 @@ def check_step_sizes(
     sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
     if sizes is None:
         return left_out("no row could be measured")
-    return ok(sizes.numbers) if sizes.holds else warning(sizes.error.found, sizes.remedy)
+    return warning(*sizes) if sizes.remedy else ok(sizes.told)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -22,7 +22,6 @@ from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.checks import feeding
 from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
-from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
     TimedCall,
@@ -41,6 +40,9 @@ from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher_process import process_publisher
 from swift_stage2.weights.waited_updates import WaitedUpdates
 from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
+
+if TYPE_CHECKING:
+    from swift_stage2.checks.doctor import Examination
 
 _NUM_PROMPTS = 3
 _LOOK_TIMEOUT_S = 10.0

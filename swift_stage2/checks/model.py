@@ -100,22 +100,13 @@ def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> N
             got=f"{argument}={str(directory)!r}",
             remedy="check the path",
         )
-    if (
-        argument == "model"
-        and not (directory / mark).is_file()
-        and (directory / _MARKS["adapters"]).is_file()
-    ):
-        raise ConfigError(
-            f"{setting} must hold {mark}",
-            got=f"an adapter in model={str(directory)!r}",
-            remedy=f"merge it into its model with swift export --adapters {directory} --merge_lora true, and "
-            "name what that writes",
-        )
     if not (directory / mark).is_file():
+        is_adapter = argument == "model" and (directory / _MARKS["adapters"]).is_file()
+        merge = f"merge it into its model with swift export --adapters {directory} --merge_lora true, and name what it "
         raise ConfigError(
             f"{setting} must hold {mark}",
-            got=f"{argument}={str(directory)!r} without it",
-            remedy="name a checkpoint",
+            got=f"{'an adapter in ' * is_adapter}{argument}={str(directory)!r}{' without it' * (not is_adapter)}",
+            remedy=f"{merge}writes" if is_adapter else "name a checkpoint",
         )
     # transformers 5 makes an empty tokenizer where it finds none, without a word.
     if argument == "model" and not any(any(directory.glob(name)) for name in _TOKENIZER_FILES):

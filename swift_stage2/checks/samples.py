@@ -1,32 +1,47 @@
 """Rows as the real template sees them: a few usable ones to check settings on, and the length of every one in tokens.
 
-What the template makes of text and of each image size is asked of it once; rows with the same sizes share the answer.
-Exact: answers, image tokens, the prompt that most rows share. A prompt of another text is tokenised alone, which may
-differ by a token where it meets the template's own text.
+What the template makes of each image size is asked of it once; rows with the same sizes share the answer. Exact are
+answers, image tokens and the first row's prompt. A prompt of another text is tokenised alone, which may differ by a
+token where it meets the template's own text.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from PIL import Image
+from pydantic import TypeAdapter
 
 from swift_stage2.channel_b.answer_templates import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.preprocessing import make_target
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
-from swift_stage2.channel_b.task import Rows, Task
-from swift_stage2.checks.task_trial import task_faults, try_answers
+from swift_stage2.channel_b.task import Rows, Task, name_of
+from swift_stage2.checks.packing_isolation import empty_rollout
+from swift_stage2.columns import stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
-from swift_stage2.errors import ConfigError, DatasetError, SampleError
+from swift_stage2.errors import (
+    ConfigError,
+    DatasetError,
+    MatchingError,
+    SampleError,
+    Stage2Error,
+    TaskError,
+)
 from swift_stage2.records import Sample, SampleKey
 
 MOST_LOOKED_AT = 64
 _NUM_SAMPLES_WANTED = 3
+_NONSENSE = "flibbertigibbet"
+_PACKING_LENGTH = "stage2_ab.channel_b.packing.packing_length"
+_MAX_NEW_TOKENS = "rollout.decoding.max_new_tokens"
 
 
 def usable_samples(
@@ -34,13 +49,11 @@ def usable_samples(
     seed: int,
     encoder: Encoder,
     task: Task,
-    count: int = _NUM_SAMPLES_WANTED,
-    usable: Sequence[int] | None = None,
+    count: int,
+    usable: Sequence[int],
     origins: RowOrigins | None = None,
 ) -> list[Sample]:
     """A few samples to check settings on, the same on every rank; a bad one is no reason not to start.
-
-    ``usable``: as ``SampleSource`` takes it.
 
     Raises:
         DatasetError: none of the first rows can be used.
@@ -48,7 +61,7 @@ def usable_samples(
     source = SampleSource(rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
-    for key in source.draw(min(MOST_LOOKED_AT, len(rows if usable is None else usable))):
+    for key in source.draw(min(MOST_LOOKED_AT, len(usable))):
         try:
             sample = source.read(key)
             task.to_space(sample.truth, encoder.encode_prompt(sample).convert)
@@ -67,12 +80,8 @@ def usable_samples(
     return samples
 
 
-def check_samples(
-    config: Stage2Config,
-    encoder: Encoder,
-    task: Task,
-    samples: list[Sample],
-    origins: RowOrigins | None = None,
+def check_sample(
+    config: Stage2Config, encoder: Encoder, task: Task, sample: Sample, origins: RowOrigins
 ) -> None:
     """Checks what only the real template and tokenizer can tell about the data and the settings.
 
@@ -81,28 +90,25 @@ def check_samples(
         DatasetError: the template refuses the first row with its answer.
     """
     try:
-        prompt = encoder.encode_prompt(samples[0])
-        truth = task.to_space(samples[0].truth, prompt.convert)
-        answer = encoder.answer_of(samples[0])
+        prompt = encoder.encode_prompt(sample)
+        truth = task.to_space(sample.truth, prompt.convert)
+        answer = encoder.answer_of(sample)
     except SampleError as error:
         raise DatasetError(
             "channel A must be able to train the data set's rows",
-            got=f"{error} ({(origins or RowOrigins()).find(samples[0].row)})",
+            got=f"{error} ({origins.find(sample.row)})",
             remedy="mend them",
         ) from error
     task.check_answer(answer, truth, encoder.normalise)
-    needed = len(prompt.token_ids) + config.rollout.decoding.max_new_tokens
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    packing_length, max_new_tokens = _limits(config)
+    needed = len(prompt.token_ids) + max_new_tokens
     if packing_length < needed:
         raise ConfigError(
-            "stage2_ab.channel_b.packing.packing_length must hold a prompt and its answer",
-            got=f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + max_new_tokens "
-            f"{config.rollout.decoding.max_new_tokens}",
+            f"{_PACKING_LENGTH} must hold a prompt and its answer",
+            got=f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + max_new_tokens {max_new_tokens}",
             remedy=f"write packing_length: {needed} or more",
         )
 
-
-_NUM_PROMPTS = 256  # distinct ones that are encoded by the template itself
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -135,113 +141,138 @@ def check_rows(
     """Everything that the real template tells of the rows without the model, as a start and the doctor ask it.
 
     Raises:
-        DatasetError, ConfigError: as ``usable_samples`` and ``check_samples`` do.
+        DatasetError, ConfigError: as ``usable_samples`` and ``check_sample`` do.
         TaskError: the task breaks on one of the rows, or on an answer to one of the samples.
     """
     origins = RowOrigins([file for files in local_files(config.swift).values() for file in files])
     with task_faults(task):
         samples = usable_samples(rows, seed, encoder, task, count, usable, origins)
-        check_samples(config, encoder, task, samples, origins)
+        check_sample(config, encoder, task, samples[0], origins)
         task = task.learn(rows, samples[0], encoder)
         try_answers(encoder, task, samples)
         lengths = measure_lengths(config, rows, measured, encoder, task, origins)
     return CheckedRows(encoder, samples, task, origins, lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class Excess:
-    """Rows that are longer than a limit. ``longest`` of all rows measured, and where it stands."""
+def try_answers(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> None:
+    """Has the task correct, for each sample, silence, its true answer, half of that, and a word that answers nothing.
 
-    limit: int
-    num_rows: int
-    longest: int
-    place: str
+    While a run goes on only SampleError and MatchingError cost one sample; anything else ends channel B.
+    """
+    for sample in samples:
+        try:
+            silence, prompt = empty_rollout(sample, encoder), encoder.encode_prompt(sample)
+            answer = encoder.answer_of(sample)
+        except (SampleError, DatasetError):
+            continue  # told elsewhere
+        half = answer[: len(answer) // 2]
+        for text in ("", answer, _NONSENSE, half):
+            token_ids, _ = encoder.tokenise(text)
+            said = {"text": text, "token_ids": token_ids, **stand_ins(len(token_ids))}
+            with suppress(SampleError, MatchingError):
+                make_target(replace(silence, **said, truncated=text == half), prompt, encoder, task)
 
-    def merged(self, other: Excess) -> Excess:
-        larger = max((self, other), key=lambda part: part.longest)
-        return Excess(self.limit, self.num_rows + other.num_rows, larger.longest, larger.place)
+
+@contextmanager
+def task_faults(task: Task) -> Iterator[None]:
+    """Tells an exception that came through the task's file as TaskError, with its last line there."""
+    try:
+        yield
+    except Exception as error:  # raised again unless it is the task's
+        file = getattr(sys.modules[type(task).__module__], "__file__", None)
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+        ]
+        if isinstance(error, Stage2Error) or not lines:
+            raise
+        raise TaskError(
+            f"task {name_of(task)} must work on every row and answer (only SampleError and MatchingError cost one "
+            "sample)",
+            got=f"{type(error).__name__}: {error} ({file}:{lines[-1]})",
+            remedy="mend the task",
+        ) from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
-    """``segments``: prompt and true answer against packing_length; ``answers``: the latter against max_new_tokens."""
+    """Rows of a data set in tokens. A segment is a prompt with its true answer."""
 
-    num_rows: int
-    segments: Excess
-    answers: Excess
+    num_rows: int = 0
     num_unusable: int = 0
     """Further rows, which cannot be read or whose truth the task refuses."""
-    first_unusable: str = ""
-    shortest_prompt: int = 0
-    """Tokens; 0 of no rows."""
-    longest_prompt: int = 0
     num_tokens: int = 0
-    """Of all prompts and true answers together."""
+    """Of all segments together."""
+    num_long_segments: int = 0
+    """Longer than ``packing_length``."""
+    num_long_answers: int = 0
+    """Longer than ``max_new_tokens``."""
+    longest_prompt: int = 0
+    longest_segment: tuple[int, str] = (0, "")
+    """Its tokens, and where its row stands."""
+    longest_answer: tuple[int, str] = (0, "")
+    an_unusable: str = ""
+    """The place of one, and what is wrong with it."""
 
-    def merged(self, other: RowLengths) -> RowLengths:
-        return RowLengths(
-            self.num_rows + other.num_rows,
-            self.segments.merged(other.segments),
-            self.answers.merged(other.answers),
-            self.num_unusable + other.num_unusable,
-            self.first_unusable or other.first_unusable,
-            min(filter(None, (self.shortest_prompt, other.shortest_prompt)), default=0),
-            max(self.longest_prompt, other.longest_prompt),
-            self.num_tokens + other.num_tokens,
+    @classmethod
+    def merged(cls, notes: Sequence[str]) -> RowLengths:
+        """Of all ranks' rows, from their notes."""
+        parts = [_NOTES.validate_json(note) for note in notes]
+        return cls(
+            **{
+                each.name: (sum if each.name.startswith("num_") else max)(
+                    getattr(part, each.name) for part in parts
+                )
+                for each in fields(cls)
+            }
         )
+
+    def to_note(self) -> str:
+        """JSON, for another rank."""
+        return _NOTES.dump_json(self).decode()
 
     def samples_per_pack(self, capacity: int) -> float:
         """Rows that a full pack holds in the mean, one at least; of none measured, one."""
         return max(1.0, capacity * self.num_rows / self.num_tokens) if self.num_tokens else 1.0
 
-    @property
-    def troubles(self) -> list[tuple[str, str]]:
+    def troubles(self, config: Stage2Config) -> list[tuple[str, str]]:
         """Rows that do not fit, each kind with what to write."""
-        segments, answers, found = self.segments, self.answers, []
+        packing_length, max_new_tokens = _limits(config)
+        needed, found = self.longest_prompt + max_new_tokens, []
         if self.num_unusable:
             found.append(
                 (
                     f"{self.num_unusable:,} of {self.num_rows + self.num_unusable:,} rows cannot be used by channel B "
-                    f"and will be quarantined, one of them {self.first_unusable}",
+                    f"and will be quarantined, one of them {self.an_unusable}",
                     "mend them",
                 )
             )
-        if not segments.num_rows and segments.limit < (needed := self.longest_prompt + answers.limit):
+        if not self.num_long_segments and packing_length < needed:
             found.append(
                 (
-                    f"the longest prompt of {self.longest_prompt} tokens and max_new_tokens {answers.limit} are more "
-                    f"than packing_length {segments.limit}: such samples may be quarantined",
-                    f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
+                    f"the longest prompt of {self.longest_prompt} tokens and max_new_tokens {max_new_tokens} are more "
+                    f"than packing_length {packing_length}: such samples may be quarantined",
+                    f"write {_PACKING_LENGTH}: {needed} or more",
                 )
             )
-        for excess, told, key in (
-            (
-                segments,
-                "can never be trained on channel B: prompt and true answer are longer than packing_length",
-                "stage2_ab.channel_b.packing.packing_length",
-            ),
-            (
-                answers,
-                "have a true answer that no rollout can say, longer than max_new_tokens",
-                "rollout.decoding.max_new_tokens",
-            ),
+        never, unsaid = "can never be trained on channel B: prompt and", "have a"
+        for number, (longest, place), told, limit, key in (
+            (self.num_long_segments, self.longest_segment, never, packing_length, _PACKING_LENGTH),
+            (self.num_long_answers, self.longest_answer, unsaid, max_new_tokens, _MAX_NEW_TOKENS),
         ):
-            if excess.num_rows:
-                rows = f"{excess.num_rows:,} of {self.num_rows:,} rows"
-                longest = f"the longest {excess.longest} tokens ({excess.place})"
-                found.append(
-                    (f"{rows} {told} {excess.limit}, {longest}", f"write {key}: {excess.longest} or more")
+            if number:
+                limited = (
+                    f"longer than {key.rpartition('.')[2]} {limit}, the longest {longest} tokens ({place})"
                 )
+                rows = f"{number:,} of {self.num_rows:,} rows {told} true answer {limited}"
+                found.append((rows, f"write {key}: {longest} or more"))
         return found
 
-    def to_note(self) -> str:
-        """JSON, for another rank."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_note(cls, note: str) -> RowLengths:
-        data = json.loads(note)
-        return cls(**data | {name: Excess(**data[name]) for name in ("segments", "answers")})
+_NOTES = TypeAdapter(RowLengths)
+
+
+def _limits(config: Stage2Config) -> tuple[int, int]:
+    return config.stage2_ab.channel_b.packing.packing_length, config.rollout.decoding.max_new_tokens
 
 
 def measure_lengths(
@@ -254,38 +285,47 @@ def measure_lengths(
 ) -> RowLengths:
     """Of the rows with these ``numbers``. Those that cannot be used are counted apart."""
     ruler = _Ruler(encoder, task)
-    limits = config.stage2_ab.channel_b.packing.packing_length, config.rollout.decoding.max_new_tokens
-    total = RowLengths(0, Excess(limits[0], 0, 0, ""), Excess(limits[1], 0, 0, ""))
+    prompts, segments, answers = list[int](), list[tuple[int, int]](), list[tuple[int, int]]()
+    num_unusable, an_unusable = 0, ""
     for number in numbers:
         try:
             prompt, answer = ruler.measure(rows[number])
         except SampleError as error:
-            first = total.first_unusable or f"({origins.find(rows[number])}): {error.found}"
-            total = replace(total, num_unusable=total.num_unusable + 1, first_unusable=first)
+            num_unusable += 1
+            an_unusable = an_unusable or f"({origins.find(rows[number])}): {error.found}"
             continue
-        lengths = zip(limits, (prompt + answer, answer), strict=True)
-        segment, said = (Excess(limit, int(length > limit), length, str(number)) for limit, length in lengths)
-        total = total.merged(RowLengths(1, segment, said, 0, "", prompt, prompt, prompt + answer))
-    if not total.num_rows:
-        return total
-    segments, answers = (
-        replace(excess, place=str(origins.find(rows[int(excess.place)])))
-        for excess in (total.segments, total.answers)
+        prompts.append(prompt)
+        segments.append((prompt + answer, number))
+        answers.append((answer, number))
+    if not prompts:
+        return RowLengths(num_unusable=num_unusable, an_unusable=an_unusable)
+
+    def longest(lengths: Sequence[tuple[int, int]]) -> tuple[int, str]:
+        length, number = max(lengths)
+        return length, str(origins.find(rows[number]))
+
+    packing_length, max_new_tokens = _limits(config)
+    return RowLengths(
+        num_rows=len(prompts),
+        num_unusable=num_unusable,
+        num_tokens=sum(length for length, _ in segments),
+        num_long_segments=sum(length > packing_length for length, _ in segments),
+        num_long_answers=sum(length > max_new_tokens for length, _ in answers),
+        longest_prompt=max(prompts),
+        longest_segment=longest(segments),
+        longest_answer=longest(answers),
+        an_unusable=an_unusable,
     )
-    return replace(total, segments=segments, answers=answers)
 
 
 class _Ruler:
-    """Remembers what each prompt and each image size costs."""
+    """Counts tokens; remembers what each image size costs, told by the first row with as many images."""
 
     def __init__(self, encoder: Encoder, task: Task) -> None:
         self._encoder = encoder
         self._task = task
         self._of_sizes: dict[Sizes, tuple[int, tuple[int, int] | None]] = {}
-        self._of_prompt: dict[str, int] = {}
-        self._first: tuple[Mapping[str, Any], Sizes, int, int] | None = (
-            None  # its row, sizes, tokens, text tokens
-        )
+        self._first: dict[int, tuple[Mapping[str, Any], int]] = {}  # by number of images; tokens of its text
 
     def measure(self, row: Mapping[str, Any]) -> tuple[int, int]:
         """Tokens of the prompt, and of the true answer with the end of its turn.
@@ -301,44 +341,22 @@ class _Ruler:
         ):
             raise SampleError("a row needs messages=[{'role': ..., 'content': ...}, ...]")
         sizes = _sizes(row)
-        num_prompt, space = self._prompt(row, sizes)
+        prompt_text = "\n".join(str(turn.get("content")) for turn in messages[:-1])
+        first_row, first_text = self._first.setdefault(len(sizes), (row, self._tokens(prompt_text)))
+        if sizes not in self._of_sizes:
+            blank = {**first_row, "images": [Image.new("RGB", size) for size in sizes], "objects": None}
+            prompt = self._encoder.encode_prompt(Sample(SampleKey(0, 0, 0), blank))
+            self._of_sizes[sizes] = len(prompt.token_ids), prompt.space
+        num_tokens, space = self._of_sizes[sizes]
         self._task.read_truth(row)
         objects = row.get("objects") or {}
         labels = [label.strip() for label in objects.get("ref") or []]
         scaled = [_scaled(box, objects, sizes, space) for box in objects.get("bbox") or []]
         text = fill_placeholders(str(messages[-1].get("content")), list(zip(labels, scaled, strict=False)))
-        answer, _ = self._encoder.tokenise(text)
-        return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
+        answer = self._tokens(text) + len(self._encoder.closing_token_ids)
+        return num_tokens + self._tokens(prompt_text) - first_text, answer
 
-    def _prompt(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
-        text = "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
-        if self._first is None:
-            num_tokens, space = self._encode(row, sizes)
-            self._of_sizes[sizes], self._of_prompt[text] = (num_tokens, space), 0
-            self._first = (row, sizes, num_tokens, self._text_tokens(text))
-        first_row, first_sizes, first_tokens, first_text_tokens = self._first
-        if sizes not in self._of_sizes:
-            if len(sizes) == len(first_sizes):
-                self._of_sizes[sizes] = self._encode(first_row, sizes)
-            else:  # another number of tags in the prompt
-                return self._encode(row, sizes)
-        num_tokens, space = self._of_sizes[sizes]
-        more = self._of_prompt.get(text)
-        if more is None:
-            if len(self._of_prompt) < _NUM_PROMPTS and len(sizes) == len(first_sizes):
-                more = self._of_prompt[text] = self._encode(row, first_sizes)[0] - first_tokens
-            else:
-                more = self._text_tokens(text) - first_text_tokens
-        return num_tokens + more, space
-
-    def _encode(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
-        """The prompt of ``row`` with blank images of these sizes."""
-        blank = {**row, "images": [Image.new("RGB", size) for size in sizes], "objects": None}
-        sample = Sample(SampleKey(0, 0, 0), blank)
-        encoded = self._encoder.encode_prompt(sample)
-        return len(encoded.token_ids), encoded.space
-
-    def _text_tokens(self, text: str) -> int:
+    def _tokens(self, text: str) -> int:
         return len(self._encoder.tokenise(text)[0])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
 from swift_stage2.config import OnPending, Stage2Config
 from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
-from swift_stage2.runtime.network import ANY_ADDRESS, addresses_of, is_here, refuse_busy
+from swift_stage2.runtime.network import ANY_ADDRESS, is_here, refuse_busy, resolve
 from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
@@ -30,30 +29,18 @@ if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does
 
 
-def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> list[int]:
-    """Checks the HTTP and weight-group ports of the servers of ``launch.servers`` with these numbers; returns them.
+def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> None:
+    """Checks the HTTP and weight-group ports of the servers of ``launch.servers`` with these numbers.
 
     Raises:
-        ConfigError: a port is in use, two servers name one, or its host is not this machine; names the port and the
-            key to change.
+        ConfigError: a port is in use, or its host is not this machine; names the port and the key to change.
     """
-    owners: dict[tuple[str, int], str] = {}
     for index in indices:
         server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
-        places = {f"{key}.base_url": refuse_busy(server.host, server.port, f"{key}.base_url")}
-        group_port = f"{key}.group_port"
-        places[group_port] = refuse_busy(server.group_bind or server.host, server.group_port, group_port)
+        refuse_busy(server.host, server.port, f"{key}.base_url")
+        refuse_busy(server.group_bind or server.host, server.group_port, f"{key}.group_port")
         if (upstream_port := config.launch.servers[index].upstream_port) is not None:
-            name = f"launch.servers[{index}].upstream_port"
-            places[name] = refuse_busy(server.host, upstream_port, name)
-        for name, place in places.items():
-            if (owner := owners.setdefault(place, name)) != name:
-                raise ConfigError(
-                    "every server needs ports of its own",
-                    got=f"port {place[1]} of {place[0]}, however it is named, for both {owner} and {name}",
-                    remedy="give one of them another port",
-                )
-    return [port for _, port in owners]
+            refuse_busy(server.host, upstream_port, f"launch.servers[{index}].upstream_port")
 
 
 def refuse_lone_addresses(config: Stage2Config) -> None:
@@ -74,16 +61,18 @@ def refuse_lone_addresses(config: Stage2Config) -> None:
             )
 
 
-def refuse_deaf_endpoint(endpoint: str) -> None:
-    """Checks ``launch.learner.rdzv_endpoint``, which torchrun would wait for without a word.
+def refuse_deaf_endpoint(config: Stage2Config) -> None:
+    """Checks ``launch.learner.rdzv_endpoint``, if there is one, which torchrun would wait for without a word.
 
     Raises:
         ConfigError: its host has no address here, or it is this machine's and its port is in use.
     """
-    host, _, port = endpoint.rpartition(":")
+    host, _, port = (config.launch.learner.rdzv_endpoint or "").rpartition(":")
     host, key = host.strip("[]"), "launch.learner.rdzv_endpoint"
+    if not host:
+        return
     try:
-        socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        resolve(host, int(port))
     except OSError as exc:
         raise ConfigError(
             f"{key} must have a name that this machine can resolve",
@@ -106,10 +95,10 @@ def warn_of_open_servers(config: Stage2Config) -> list[str]:
 
 def _lone_address(host: str) -> str:
     """The address of ``host`` where that means every machine itself, loopback or a wildcard; else nothing."""
-    addresses = addresses_of(host, 0)
-    if isinstance(addresses, str):
+    try:
+        address = str(resolve(host)[0][4][0]).partition("%")[0]
+    except OSError:
         return ""
-    address = addresses[0].partition("%")[0]
     is_lone = ipaddress.ip_address(address).is_loopback or address in ANY_ADDRESS
     return address if is_lone else ""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -158,13 +157,6 @@ def _plugin_behind(error: Exception) -> str:
 
 
 def _refusal(words: str, where: str) -> ConfigError:
-    if "process group" in words and "RANK" not in os.environ:
-        return ConfigError(
-            "swift.ddp_backend needs the ranks that torchrun starts",
-            got="a process without RANK",
-            remedy="start it with torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 "
-            "launch",
-        )
     reason = without_list(" ".join(words.split()))
     remedy = _REMEDIES.get(where, f"its option --NAME is the key NAME of {where}")
     return ConfigError(f"ms-swift refuses {where}: {reason}", remedy=f"correct it ({remedy})")

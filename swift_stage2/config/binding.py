@@ -55,6 +55,9 @@ _PLAIN_WORDS = {  # pydantic speaks of JSON
     "a valid integer": "a whole number",
     "a valid number": "a number",
     "a valid boolean": "true or false",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
 }
 
 
@@ -71,10 +74,16 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
         return _unknown_key(section, str(name), above, around)
     if error["type"] == "missing":
         return ConfigError(f"{full} is required and has no default", remedy=f"add the key {name!r}")
-    value, rule = error["input"], error["msg"]
+    value, rule, default = (
+        error["input"],
+        error["msg"],
+        dict(_all_keys(section)).get(_pattern([*above, name])),
+    )
     for jargon, plain in _PLAIN_WORDS.items():
         rule = rule.replace(jargon, plain)
     remedy = "docs/design/formats.md lists every key"
+    if type(default) in (int, float) and isinstance(value, int | float):
+        remedy = f"the default is {default:g}"
     if isinstance(value, bool):
         remedy = "quote a word: YAML reads yes, no, on and off as true and false"
     elif isinstance(value, str) and error["type"].startswith(("int", "float", "bool")):

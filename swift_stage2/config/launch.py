@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from swift_stage2.config import rules
+from pydantic import Field
+
+from swift_stage2.config.rules import Count, NotNegative
 from swift_stage2.errors import ConfigError
 
 _WRITTEN_BY_LAUNCH = {
@@ -52,7 +54,7 @@ class ServerProcess:
     """Environment variables of this server, on top of the launcher's own."""
     merge: bool = False
     """Start a merger on ``base_url``'s port in front of a stock server."""
-    upstream_port: int | None = None
+    upstream_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of the stock server behind its merger; required with ``merge``, unused without."""
 
     def __post_init__(self) -> None:
@@ -74,17 +76,13 @@ class ServerProcess:
                 got=f"merge={self.merge} upstream_port={self.upstream_port}",
                 remedy="write both or neither",
             )
-        if self.upstream_port is not None and not 1 <= self.upstream_port <= 65535:
-            raise ConfigError(
-                "upstream_port must be in the range 1..65535", got=f"upstream_port={self.upstream_port}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerProcess:
-    nproc_per_node: int = 1
+    nproc_per_node: Count = 1
     """Learner ranks that torchrun starts on each of its hosts."""
-    nnodes: int = 1
+    nnodes: Count = 1
     """Hosts of the learner, each with a ``launch --learner-only`` of its own."""
     node_rank: int | None = None
     """Which of them this is, from 0; ``launch --node-rank`` overrides it, so that one file serves all."""
@@ -92,15 +90,13 @@ class LearnerProcess:
     """HOST:PORT of the learner's host 0, as the others reach it; required with ``nnodes`` above 1."""
     devices: tuple[int | str, ...] = ()
     """GPUs that the learner sees, as a server's."""
-    shutdown_timeout_s: int = 300
+    shutdown_timeout_s: Count = 300
     """Seconds between SIGTERM and SIGKILL of the ranks: long enough to save a checkpoint."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 1, "nproc_per_node", "nnodes")
         if self.node_rank is not None:
             self.check_node_rank(self.node_rank)
         self._check_rendezvous()
-        rules.deadline(self, "shutdown_timeout_s")
         _check_devices(self.devices)
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
@@ -140,14 +136,10 @@ class LearnerProcess:
 class RestartConfig:
     policy: RestartPolicy = RestartPolicy.ON_FAILURE
     """on_failure: a server that ends with another status than 0 is started again; it rejoins after a proven round."""
-    max_restarts: int = 3
+    max_restarts: Count = 3
     """Restarts of one server in a run."""
-    backoff_s: float = 5.0
+    backoff_s: NotNegative = 5.0
     """Seconds before a server's first restart; doubles each time."""
-
-    def __post_init__(self) -> None:
-        rules.at_least(self, 1, "max_restarts", remedy="write policy: never for none")
-        rules.at_least(self, 0, "backoff_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +149,10 @@ class LaunchConfig:
     share_devices: bool = False
     """Servers and learner may name the same devices; each server on vLLM then states its part of a shared one."""
     learner: LearnerProcess = field(default_factory=LearnerProcess)
-    server_shutdown_timeout_s: int = 30
+    server_shutdown_timeout_s: Count = 30
     """Seconds between SIGTERM and SIGKILL of a server."""
     restart: RestartConfig = field(default_factory=RestartConfig)
     """Whether servers that end are started again."""
-
-    def __post_init__(self) -> None:
-        rules.deadline(self, "server_shutdown_timeout_s")
 
 
 def _check_devices(devices: tuple[int | str, ...]) -> None:

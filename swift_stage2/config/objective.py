@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from swift_stage2.config import rules
+from pydantic import Field
+
 from swift_stage2.config.rollout import DecodingConfig, RolloutConfig
+from swift_stage2.config.rules import NotNegative, Positive
 from swift_stage2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,36 +64,27 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
-    min_group: int = 2
+    min_group: Annotated[int, Field(ge=2)] = 2
     """Rollouts of one row that are compared at least; of a smaller group nothing is trained."""
-    straggler_s: float = 60.0
+    straggler_s: Positive = 60.0
     """Seconds without another rollout after which a group of at least ``min_group`` waits for no more; what comes later
     is compared by itself, or unused if that is fewer."""
     scale_by_std: bool = True
     """True divides every advantage by the standard deviation of the rewards in its group."""
     proximal: Proximal = Proximal.CURRENT
     """``current``: importance weights, capped. ``behaviour``: the probability ratio to what sampled, clipped."""
-    max_importance_weight: float = 2.0
+    max_importance_weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """Cap of a token's importance weight; with ``proximal: behaviour``, of tokens with a negative advantage alone."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """With ``proximal: behaviour``, a token with a negative advantage is not trained below a ratio of 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: Positive = 0.28
     """With ``proximal: behaviour``, a token with a positive advantage is not trained above a ratio of 1 + clip_high."""
-    kl_weight: float = 0.0
+    kl_weight: NotNegative = 0.0
     """Weight of what keeps sampled tokens near the model without its adapter, with LoRA; 0 leaves it out."""
     target_in_group: bool = False
     """True adds the corrected answer of the best rollout to its group, with the reward that the task gives it."""
-    target_weight: float = 1.0
+    target_weight: Positive = 1.0
     """Loss weight of the corrected answer's tokens, with ``objective: mixed``."""
-
-    def __post_init__(self) -> None:
-        rules.at_least(self, 2, "min_group", remedy="write 2 or more, because advantages compare rollouts")
-        rules.deadline(self, "straggler_s")
-        rules.at_least(self, 1, "max_importance_weight")
-        rules.above_zero(self, "clip_low", 1)
-        rules.above_zero(self, "clip_high")
-        rules.at_least(self, 0, "kl_weight", remedy="write 0 to leave it out, or for example 0.05")
-        rules.above_zero(self, "target_weight")
 
 
 def check_objective(

@@ -7,9 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from pydantic import Field
+
 from swift_stage2.config import rules
+from swift_stage2.config.rules import Count, NotNegative, Positive, Whole
 from swift_stage2.errors import ConfigError
 
 MAX_REQUESTS_PER_POST = 4096
@@ -18,9 +22,7 @@ MAX_REQUESTS_PER_POST = 4096
 ROUND_MARGIN_S = 10.0
 """Over ``sync.timeout_s``, for each part of a round on a main thread: then the process ends, for nothing else can."""
 
-_MOST_GENERATIONS = 1024
-_FIRST_FREE_PORT = 1024
-_LAST_PORT = 65535
+_FIRST_FREE_PORT = 1024  # lower ones belong to the system
 _DEFAULT_GROUP_PORT = 29600  # outside 32768..60999, from which Linux takes the ports of whoever calls out
 _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
 
@@ -60,7 +62,7 @@ class Proof(StrEnum):
 class ServerConfig:
     base_url: str
     """Scheme, host and port of one server, without a path."""
-    group_port: int = _DEFAULT_GROUP_PORT
+    group_port: Annotated[int, Field(ge=_FIRST_FREE_PORT, le=65535)] = _DEFAULT_GROUP_PORT
     """Port on the server's host, of a plain ``vllm serve`` on the learner's, that the weight group meets at; one of its
     own for each server there."""
     group_host: str | None = None
@@ -71,13 +73,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_base_url(self.base_url)
-        if not _FIRST_FREE_PORT <= self.group_port <= _LAST_PORT:
-            raise ConfigError(
-                f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, because lower ones belong "
-                "to the system",
-                got=f"group_port={self.group_port}",
-                remedy=f"write {_DEFAULT_GROUP_PORT}, or another one",
-            )
         for key, host in (("group_host", self.group_host), ("group_bind", self.group_bind)):
             if host is not None and not _HOST.fullmatch(host):
                 raise ConfigError(
@@ -98,22 +93,18 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
-    temperature: float = 0.01
+    temperature: NotNegative = 0.01
     """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 0.95 is a good value, 1 turns it off."""
     top_k: int = -1
     """Tokens that may be sampled; -1 means all."""
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
     """Tokens that an answer may have before it counts as truncated."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Positive = 1.0
     """Above 1 discourages what was said before; 1 turns it off."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 0, "temperature")
-        rules.at_least(self, 1, "max_new_tokens")
-        rules.above_zero(self, "top_p", 1, "1 turns nucleus sampling off")
-        rules.above_zero(self, "repetition_penalty")
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError("top_k must be -1 (all tokens) or at least 1", got=f"top_k={self.top_k}")
 
@@ -185,26 +176,20 @@ class RolloutConfig:
     api_key_env: str = "SWIFT_ROLLOUT_API_KEY"
     """Environment variable that holds the bearer token; unset means no token."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    num_generations: int = 1
+    num_generations: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rollouts of every row that channel B draws, to be compared with each other by their rewards."""
-    max_inflight_per_server: int = 16
+    max_inflight_per_server: Annotated[int, Field(ge=1, le=MAX_REQUESTS_PER_POST)] = 16
     """Prompts that all ranks together may have running on one server."""
-    request_timeout_s: float = 240.0
+    request_timeout_s: Positive = 240.0
     """Deadline of one POST to ``/infer/``."""
-    max_resumes: int | None = None
+    max_resumes: Whole | None = None
     """Times that a rollout may be resumed before it is waited for; by default, and at most, version_window."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Positive = 600.0
     """The longest wait at the start of a run for all servers. A server that is absent then joins when it answers."""
     sync: SyncConfig = field(default_factory=SyncConfig)
 
     def __post_init__(self) -> None:
         rules.variable_name("api_key_env", self.api_key_env)
-        rules.at_least(self, 1, "max_inflight_per_server", "num_generations")
-        rules.above_zero(self, "max_inflight_per_server", MAX_REQUESTS_PER_POST)
-        rules.above_zero(self, "num_generations", _MOST_GENERATIONS, "8 is usual")
-        rules.deadline(self, "request_timeout_s", "start_timeout_s")
-        if self.max_resumes is not None:
-            rules.at_least(self, 0, "max_resumes", remedy="0 waits for every rollout")
         _refuse_shared_ports(self.servers)
 
     def api_key(self) -> str | None:

@@ -10,12 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import rules
 from swift_stage2.config.binding import bind
 from swift_stage2.config.launch import LaunchConfig, Placement, ServerEngine, check_devices
 from swift_stage2.config.objective import check_objective
 from swift_stage2.config.rollout import ROUND_MARGIN_S, OnPending, RolloutConfig, Transport
-from swift_stage2.config.rules import Inequality, find
+from swift_stage2.config.rules import Positive, Whole, find
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
@@ -33,7 +32,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.network import is_loopback
 
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
-_SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
+SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,7 @@ class TelemetryConfig:
     """Per-rank events as JSON lines in the run directory."""
     trace: bool = False
     """Spans of every stage as a trace file; for finding out where time goes."""
-    gallery_rows: int = 256
+    gallery_rows: Whole = 256
     """Rows of the data set, chosen by the seed, whose matches are kept whole for the report's gallery and its match
     drift; 0 keeps none."""
     record: bool = False
@@ -53,7 +52,6 @@ class TelemetryConfig:
     """Log-probabilities of the sampled tokens, asked of every server and recorded with the completions."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 0, "gallery_rows", remedy="0 keeps none")
         if self.record and not self.audit:
             raise ConfigError(
                 "record needs the event log that audit keeps",
@@ -75,7 +73,7 @@ class Stage2Config:
     stage2_ab: Stage2AbConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    control_timeout_s: float = 1800.0
+    control_timeout_s: Positive = 1800.0
     """Deadline of every decision that the ranks take together: longer than the first round and the longest save."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -88,9 +86,7 @@ class Stage2Config:
                 got=f"none and b_ratio={self.stage2_ab.schedule.b_ratio:g}",
                 remedy="write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0",
             )
-        rules.deadline(self, "control_timeout_s")
-        if self.b_enabled:
-            self._control_timeout_inequality().require()
+        self._check_control_timeout()
         self._check_launch()
         self._check_resumes()
         if self.telemetry.record and not self.swift.get("model"):
@@ -141,24 +137,29 @@ class Stage2Config:
                 "launch.servers are not started, because nobody would ask them: got b_ratio=0; remove them"
             )
             return (unused,) if self.launch.servers else ()
-        inequalities = self.inequalities(self.gradient_accumulation_steps)
-        return tuple(str(rule.error) for rule in inequalities if rule.is_advice and not rule.holds)
-
-    def inequalities(self, gradient_accumulation_steps: int | None) -> tuple[Inequality, ...]:
-        """Every rule between numbers that channel B needs; those about the packs of a step where that is given."""
-        steps = gradient_accumulation_steps
+        prefetch, b_ratio = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule.exact_b_ratio
+        if (per_step := self.gradient_accumulation_steps) is None:
+            return ()
+        limit, useful = prefetch.limit(per_step, b_ratio), prefetch.packs_in_window(per_step, b_ratio)
+        if limit <= useful:
+            return ()
         return (
-            *self.stage2_ab.channel_b.prefetch.inequalities,
-            self._control_timeout_inequality(),
-            *(self._accumulation_inequalities(steps) if steps is not None else ()),
+            "queue_limit above gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio * "
+            f"sync_every_steps)) = {useful} keeps packs that expire before they can be trained, got "
+            f"queue_limit={limit}; write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
         )
 
-    def check_accumulation(self, gradient_accumulation_steps: int) -> None:
+    def check_accumulation(self, per_step: int) -> None:
         """Raises ConfigError: a queue cannot hold one step's packs. The trainer calls it with ms-swift's own value."""
-        if self.b_enabled:
-            for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
-                if not inequality.is_advice:
-                    inequality.require()
+        prefetch, b_ratio = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule.exact_b_ratio
+        queue = {"prefetch_target_packs": prefetch.target, "queue_limit": prefetch.limit}
+        for name, derive in queue.items() if self.b_enabled else ():
+            if (value := derive(per_step, b_ratio)) < per_step:
+                raise ConfigError(
+                    f"{name} >= gradient_accumulation_steps must hold (otherwise B could never run)",
+                    got=f"{value} >= {per_step}",
+                    remedy=f"write stage2_ab.channel_b.prefetch.{name}: {per_step} or more",
+                )
 
     def check_validation_set(self, num_rows: int) -> None:
         """Raises ConfigError: evaluations have no rows. The trainer calls it with ms-swift's own set."""
@@ -181,55 +182,19 @@ class Stage2Config:
         """Every setting that a learner needs, as plain values: no ``launch.servers``, and none of ms-swift's tokens."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # enums become text, tuples lists
         plain["launch"]["servers"] = []
-        plain["swift"] = {key: value for key, value in plain["swift"].items() if not _SECRET.search(key)}
+        plain["swift"] = {key: value for key, value in plain["swift"].items() if not SECRET.search(key)}
         return plain
 
-    def _control_timeout_inequality(self) -> Inequality:
+    def _check_control_timeout(self) -> None:
         """A rank that waits for rank 0's first round must not give up first."""
         parts, round_s = _PARTS_OF_FIRST_ROUND, self.rollout.sync.timeout_s + ROUND_MARGIN_S
-        return Inequality(
-            "control timeout",
-            f"control_timeout_s >= {parts} * (rollout.sync.timeout_s + {ROUND_MARGIN_S:g})",
-            f"{self.control_timeout_s:g} >= {parts} * {round_s:g}",
-            self.control_timeout_s >= parts * round_s,
-            f"write control_timeout_s: {parts * round_s:g} or more, plus the longest save",
-            "a rank gives up while canary, copy and pushes of the first round go on",
-        )
-
-    def _accumulation_inequalities(self, per_step: int) -> tuple[Inequality, ...]:
-        """Whether target and limit hold the packs of a step, and advice against packs that would expire unused."""
-        prefetch, b_ratio = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule.exact_b_ratio
-        target, limit = prefetch.target(per_step, b_ratio), prefetch.limit(per_step, b_ratio)
-        holding_a_step = (
-            Inequality(
-                f"{what} holds a step",
-                f"{name} >= gradient_accumulation_steps",
-                f"{value} >= {per_step}",
-                value >= per_step,
-                f"write stage2_ab.channel_b.prefetch.{name}: {per_step} or more",
-                "B could never run",
+        if self.b_enabled and self.control_timeout_s < parts * round_s:
+            raise ConfigError(
+                f"control_timeout_s >= {parts} * (rollout.sync.timeout_s + {ROUND_MARGIN_S:g}) must hold (otherwise a "
+                "rank gives up while canary, copy and pushes of the first round go on)",
+                got=f"{self.control_timeout_s:g} >= {parts} * {round_s:g}",
+                remedy=f"write control_timeout_s: {parts * round_s:g} or more, plus the longest save",
             )
-            for what, name, value in (
-                ("target", "prefetch_target_packs", target),
-                ("limit", "queue_limit", limit),
-            )
-        )
-        window, every, useful = (
-            prefetch.version_window,
-            prefetch.sync_every_steps,
-            prefetch.packs_in_window(per_step, b_ratio),
-        )
-        advice = Inequality(
-            "useful limit",
-            "queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio * "
-            "sync_every_steps))",
-            f"{limit} <= {per_step} * max(1, ceil(({window} + 1) * {float(b_ratio):g} * {every})) = {useful}",
-            limit <= useful,
-            f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
-            "packs expire before they can be trained",
-            is_advice=True,
-        )
-        return (*holding_a_step, advice)
 
     def _check_names(self) -> None:
         """Names that only a user's file could register are left to the start, when it has been loaded."""

@@ -6,8 +6,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from swift_stage2.errors import ConfigError, UserError, closest
 
@@ -18,34 +20,11 @@ _SHORTEST_KEY = 16
 _CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)?.*@", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Inequality:
-    """A rule as evaluated on one configuration."""
-
-    name: str
-    """Two or three words, one of its own for each rule."""
-    statement: str
-    """The rule in the names of the keys: ``prefetch_target_packs <= queue_limit``."""
-    numbers: str
-    """The same with the numbers: ``4 <= 8``."""
-    holds: bool
-    remedy: str
-    """The correction, in one line."""
-    otherwise: str = ""
-    """The consequence for a run that breaks the rule; empty where the rule says it."""
-    is_advice: bool = False
-    """Such a setting wastes something; it is warned about, not refused."""
-
-    @property
-    def error(self) -> ConfigError:
-        """Rule, numbers and remedy."""
-        otherwise = f" (otherwise {self.otherwise})" if self.otherwise else ""
-        return ConfigError(f"{self.statement} must hold{otherwise}", got=self.numbers, remedy=self.remedy)
-
-    def require(self) -> None:
-        """Raises ConfigError unless the rule holds."""
-        if not self.holds:
-            raise self.error
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def at_least(section: Any, minimum: float, *names: str, remedy: str = "") -> None:
@@ -54,22 +33,11 @@ def at_least(section: Any, minimum: float, *names: str, remedy: str = "") -> Non
         _require(section, name, lambda value: value >= minimum, f"at least {minimum}", remedy)
 
 
-def in_unit_range(section: Any, name: str, remedy: str = "") -> None:
-    """``0 <= value <= 1``."""
-    _require(section, name, lambda value: 0 <= value <= 1, "in the range 0..1", remedy)
-
-
 def deadline(section: Any, *names: str) -> None:
     """Each is finite and positive: nothing may wait for ever."""
     remedy = "write a number of seconds, because every wait needs a deadline"
     for name in names:
         _require(section, name, lambda value: value > 0, "above 0", remedy)
-
-
-def above_zero(section: Any, name: str, maximum: float = math.inf, remedy: str = "") -> None:
-    """``0 < value <= maximum`` and finite."""
-    allowed = "above 0" if math.isinf(maximum) else f"above 0 and at most {maximum:g}"
-    _require(section, name, lambda value: 0 < value <= maximum, allowed, remedy)
 
 
 def variable_name(name: str, value: str) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
-from swift_stage2.config import rules
+from pydantic import Field
+
 from swift_stage2.config.objective import REWARD_WEIGHTS, GrpoConfig, Objective, RewardConfig
-from swift_stage2.config.rules import Inequality, find
+from swift_stage2.config.rules import Count, NotNegative, Share, Whole, find
 from swift_stage2.errors import ConfigError
 
 
@@ -60,13 +61,8 @@ SHIPPED_TASKS = {"detection": "object_list", "point": "point_list"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    b_ratio: float
+    b_ratio: Share
     """Share of optimizer steps that want channel B, 0..1; 0 means that nothing of channel B exists."""
-
-    def __post_init__(self) -> None:
-        rules.in_unit_range(
-            self, "b_ratio", "write the share of steps that want channel B, or 0 to turn it off"
-        )
 
     @property
     def exact_b_ratio(self) -> Fraction:
@@ -78,11 +74,8 @@ class ScheduleConfig:
 class StarvationConfig:
     action: StarvationAction = StarvationAction.WARN
     """The reaction when fewer than half of the wanted B steps run; warn decides the exit status alone."""
-    grace_steps: int = 200
+    grace_steps: Count = 200
     """For how many optimizer steps that may be so before fail ends the run."""
-
-    def __post_init__(self) -> None:
-        rules.at_least(self, 1, "grace_steps")
 
 
 _LEAST_TARGET, _LEAST_LIMIT = 4, 8  # of those that are not written
@@ -96,30 +89,38 @@ def packs_of_b_steps(packs_per_b_step: int, b_ratio: Fraction, steps: float) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchConfig:
-    queue_limit: int | None = None
+    queue_limit: Count | None = None
     """Ready packs that a rank keeps at most; one more waits, or takes the place of one about to expire. By default 8,
     or the derived target if that is more."""
-    version_window: int = 2
+    version_window: Whole = 2
     """A pack is fresh while it is at most this many versions old."""
-    sync_every_steps: int = 4
+    sync_every_steps: Count = 4
     """Optimizer steps from one commit of weights to the next sync round."""
-    prefetch_target_packs: int | None = None
+    prefetch_target_packs: Count | None = None
     """Packs, ready or in the making, that the producer aims at. By default 4, or as many as B trains in
     ``version_window`` times ``sync_every_steps`` steps, of 8 B steps at most, and within a written ``queue_limit``."""
-    min_ready_tokens: int = 0
+    min_ready_tokens: Whole = 0
     """Supervised tokens that a reservation must hold besides its packs; 0 asks for none."""
     redraw_dropped: bool = True
     """Whether the samples of a dropped pack return to the stream for a new rollout."""
-    max_attempts: int = 3
+    max_attempts: Count = 3
     """Rollouts of one sample before it is quarantined as too slow."""
 
     def __post_init__(self) -> None:
-        derived = ("queue_limit", "prefetch_target_packs")
-        written = [name for name in derived if getattr(self, name) is not None]
-        rules.at_least(self, 1, "sync_every_steps", "max_attempts", *written)
-        rules.at_least(self, 0, "version_window", "min_ready_tokens")
-        for inequality in self.inequalities:
-            inequality.require()
+        target, limit = self.prefetch_target_packs, self.queue_limit
+        if target is not None and target > (limit := _LEAST_LIMIT if limit is None else limit):
+            raise ConfigError(
+                "prefetch_target_packs <= queue_limit must hold",
+                got=f"{target} <= {limit}",
+                remedy=f"write queue_limit: {target} or more",
+            )
+        if not self.version_window and self.sync_every_steps == 1:
+            raise ConfigError(
+                "version_window >= 1, or sync_every_steps >= 2, must hold (otherwise a round precedes every "
+                "reservation, and no pack is ever fresh)",
+                got="version_window=0 sync_every_steps=1",
+                remedy="write version_window: 1 or more",
+            )
 
     def packs_in_window(self, packs_per_b_step: int, b_ratio: Fraction) -> int:
         """The packs of one version that B steps can train before it expires, of one B step at least."""
@@ -144,85 +145,50 @@ class PrefetchConfig:
         derived = self.prefetch_target_packs is None
         return max(_LEAST_LIMIT, self.target(packs_per_b_step, b_ratio)) if derived else _LEAST_LIMIT
 
-    @property
-    def inequalities(self) -> tuple[Inequality, ...]:
-        """The rules between these settings, with the numbers put in."""
-        target, limit = self.prefetch_target_packs, self.queue_limit
-        if target is not None and limit is None:
-            limit = _LEAST_LIMIT
-        window, cadence = self.version_window, self.sync_every_steps
-        return (
-            Inequality(
-                "target within limit",
-                "prefetch_target_packs <= queue_limit",
-                f"{target or 'derived'} <= {limit or 'derived'}",
-                target is None or limit is None or target <= limit,
-                f"write queue_limit: {target} or more",
-            ),
-            Inequality(
-                "version window",
-                "version_window >= 1, or sync_every_steps >= 2",
-                f"version_window {window}, sync_every_steps {cadence}",
-                window > 0 or cadence > 1,
-                "write version_window: 1 or more",
-                "a round precedes every reservation, and no pack is ever fresh",
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig:
-    packing_length: int = 4096
+    packing_length: Count = 4096
     """Tokens that one pack holds at most; a longer sample is quarantined, never cut."""
-    packing_min_fill_ratio: float = 0.65
+    packing_min_fill_ratio: Share = 0.65
     """A pack filled less than this waits for more, unless the queue is starving."""
-
-    def __post_init__(self) -> None:
-        rules.at_least(self, 1, "packing_length")
-        rules.in_unit_range(self, "packing_min_fill_ratio")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatchingConfig:
-    iou_threshold: float = 0.3
+    iou_threshold: Share = 0.3
     """Pairs with less intersection over union are infeasible."""
-    top_k: int = 10
+    top_k: Count = 10
     """Ground-truth candidates that each prediction keeps."""
-    unmatched_prediction_cost: float = 1.0
+    unmatched_prediction_cost: NotNegative = 1.0
     """Cost of a prediction without a partner; a pair costs 1 - IoU, of points distance / max_distance."""
-    unmatched_ground_truth_cost: float = 1.0
+    unmatched_ground_truth_cost: NotNegative = 1.0
     """Cost of a ground-truth object without a partner."""
-    max_distance: float = 0.05
+    max_distance: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Pairs of points that are farther apart, as a share of the image's diagonal, are infeasible (task ``point``)."""
     same_label: bool = False
     """Whether only objects of one label may be paired."""
-
-    def __post_init__(self) -> None:
-        rules.in_unit_range(self, "iou_threshold")
-        rules.above_zero(self, "max_distance", 1.0, "write a share of the image's diagonal, for example 0.05")
-        rules.at_least(self, 1, "top_k", remedy="each prediction needs at least one candidate")
-        rules.at_least(self, 0, "unmatched_prediction_cost", "unmatched_ground_truth_cost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetWeights:
     """Loss weight of every token of a target, by the group it belongs to."""
 
-    structure: float = 1.0
+    structure: NotNegative = 1.0
     """Brackets, quotes and keys."""
-    another: float | None = None
+    another: NotNegative | None = None
     """The separator of two objects, where the model says that one more is to come; by default as ``structure``."""
-    matched_label: float = 1.0
+    matched_label: NotNegative = 1.0
     """Labels of objects that the model predicted."""
-    missed_label: float = 1.0
+    missed_label: NotNegative = 1.0
     """Labels of objects that nobody predicted."""
-    matched_coordinates: float = 1.0
+    matched_coordinates: NotNegative = 1.0
     """Coordinates of objects that the model predicted."""
-    missed_coordinates: float = 1.0
+    missed_coordinates: NotNegative = 1.0
     """Coordinates of objects that nobody predicted."""
-    closure: float = 1.0
+    closure: NotNegative = 1.0
     """The closing of the outermost container and the end of turn."""
-    duplicate: float = 0.0
+    duplicate: NotNegative = 0.0
     """Not of a target's tokens, but of others: the unlikelihood, ``-log (1 - p)``, of those with which an object would
     begin once more that the rollout had listed twice."""
 
@@ -232,8 +198,6 @@ class TargetWeights:
         return weights | {"another": self.structure if self.another is None else self.another}
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__slots__ if getattr(self, name) is not None]
-        rules.at_least(self, 0, *given)
         if not any(self.by_group().values()):
             raise ConfigError(
                 "at least one target weight must be above 0",
@@ -268,7 +232,7 @@ class TargetConfig:
 
     @property
     def has_own_loss(self) -> bool:
-        """True where the loss also reads the probabilities of tokens that are not labels (``aux_targets.py``)."""
+        """True where the loss also reads the probabilities of tokens that are not labels (``training/losses.py``)."""
         return self.missed_order is MissedOrder.ANY or self.weights.duplicate > 0
 
 
@@ -282,7 +246,7 @@ class ChannelBConfig:
     rows_without_objects: RowsWithoutObjects = RowsWithoutObjects.REFUSE
     """Whether rows without ``objects.bbox`` are refused or trained by channel A alone. Empty lists are an answer: an
     image without objects, which both channels train."""
-    max_truncated_ratio: float = 0.3
+    max_truncated_ratio: Share = 0.3
     """Channel B pauses while a larger share of recent rollouts was cut off by max_new_tokens."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
@@ -291,26 +255,19 @@ class ChannelBConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
 
-    def __post_init__(self) -> None:
-        rules.in_unit_range(self, "max_truncated_ratio")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    every_steps: int = 0
+    every_steps: Whole = 0
     """Optimizer steps from one evaluation on the rollout servers to the next; 0 turns them off."""
-    num_samples: int = 64
+    num_samples: Count = 64
     """Rows of ms-swift's validation set that are asked each time, the same ones: its first."""
-    max_round_delay_steps: int = 4
+    max_round_delay_steps: Whole = 4
     """For how many optimizer steps an evaluation may hold a sync round back, or only its installs where servers stage,
     before it is cut short."""
-    final_timeout_s: float = 600.0
+    final_timeout_s: NotNegative = 600.0
     """With ``every_steps``, how many seconds after training one more round and evaluation, of the final weights, may
     take; 0 does without."""
-
-    def __post_init__(self) -> None:
-        rules.at_least(self, 0, "every_steps", "max_round_delay_steps", "final_timeout_s")
-        rules.at_least(self, 1, "num_samples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,7 +311,7 @@ class Stage2AbConfig:
 
     @property
     def has_own_loss(self) -> bool:
-        """True where the loss is not ms-swift's alone (``training/aux_targets.py``)."""
+        """True where the loss is not ms-swift's alone (``training/losses.py``)."""
         return self.uses_rewards or self.channel_b.target.has_own_loss
 
     @property

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,8 @@ def launch(
         status = run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
         run_dir = newest_run(output_dir, since)
         if run_dir and status in (0, EXIT_STARVED):
-            for line in next_commands(run_dir, config.swift):
-                show(f"[launch] {line}")
             show(f"[launch] see what it did: swift-stage2 report {shlex.quote(str(run_dir))}")
         elif status > _SIGNALLED and plan.learner is not None:
-            for line in islice(next_commands(run_dir, config.swift), 1) if run_dir else ():
-                show(f"[launch] {line}")
             show(f"[launch] go on: swift-stage2 launch {shlex.quote(str(config_path))} --resume")
         how = "finished" if status == 0 else f"ended with status {status}"
         show(f"[launch] {how}; run directory {run_dir or 'none was begun'}; logs in {plan.log_dir}")

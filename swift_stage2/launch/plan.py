@@ -117,6 +117,8 @@ def plan_launch(
             not leave visible or that processes may not share.
     """
     learner, output_dir = config.launch.learner, config.swift.get("output_dir")
+    if nproc_per_node is not None:
+        learner = replace(learner, nproc_per_node=nproc_per_node)
     if not isinstance(output_dir, str) or not output_dir.strip():
         raise ConfigError(
             "swift.output_dir must name the run directory",
@@ -148,7 +150,7 @@ def plan_launch(
     words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
     ranks = None
     if part is not LaunchPart.SERVERS:
-        ranks = _plan_learner(learner, name, words, nproc_per_node, rank or 0, outer, status_file)
+        ranks = _plan_learner(learner, name, words, rank or 0, outer, status_file)
     placements = [Placement(None, "", devices_of(ranks))] if ranks else []
     for server in servers:
         place = "" if part is LaunchPart.ALL else server.address.host
@@ -237,17 +239,10 @@ def _plan_learner(
     process: LearnerProcess,
     name: str,
     words: Sequence[str],
-    nproc_per_node: int | None,
     node_rank: int,
     outer: Mapping[str, str],
     status_file: Path,
 ) -> Command:
-    num_ranks = process.nproc_per_node if nproc_per_node is None else nproc_per_node
-    if num_ranks < 1 or (process.devices and num_ranks > len(process.devices)):
-        raise ConfigError(
-            "nproc_per_node must be at least 1 and at most the number of launch.learner.devices",
-            got=f"nproc_per_node={num_ranks} devices={list(process.devices)}",
-        )
     nodes: tuple[str, ...] = ()
     if (
         process.rdzv_endpoint is not None
@@ -258,7 +253,7 @@ def _plan_learner(
         name,
         words,
         nodes=nodes,
-        num_ranks=num_ranks,
+        num_ranks=process.nproc_per_node,
         shutdown_timeout_s=process.shutdown_timeout_s,
         # Without --log-dir torchrun makes a folder in the temporary directory at every start, and leaves it there.
         environment={"PET_LOG_DIR": str(status_file.with_name("torchrun"))}

@@ -219,7 +219,7 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
     learners: list[ReplayedLearner] = []
     difference = None
     try:
-        train(settings, start_run=partial(_start_replay, recorded, learners), asks_servers=False)
+        train(settings, start_run=partial(_start_replay, recorded, learners))
     except ReplayDiffers as error:
         leave_job()  # raised on every rank alike
         difference = str(error)

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 from contextlib import ExitStack, suppress
-from urllib.parse import urlsplit
+from typing import Any
 
 import psutil
 
@@ -18,6 +18,18 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.background import BackgroundCall
 
 ANY_ADDRESS = ("0.0.0.0", "::")
+_RESOLVE_TIMEOUT_S = 5.0
+
+
+def resolve(host: str, port: int = 0, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[Any]:
+    """As ``socket.getaddrinfo``, on a thread of its own. Raises OSError, also where the resolver hangs."""
+    call = BackgroundCall(lambda: socket.getaddrinfo(host, port, type=kind), name=f"resolve {host}")
+    if not call.ended_within(_RESOLVE_TIMEOUT_S):
+        raise TimeoutError(f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s")
+    try:
+        return call.result_within(0.0)
+    except UnicodeError as error:
+        raise OSError(str(error)) from error
 
 
 def holder_of(port: int) -> str:
@@ -45,7 +57,7 @@ def is_quiet(port: int) -> bool:
 def is_here(host: str) -> bool:
     """Whether ``host`` is an address of this machine, or a name of one: whether it can be bound."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = resolve(host)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
     except OSError:
@@ -71,15 +83,16 @@ def free_ports(count: int) -> tuple[int, ...]:
         return tuple(each.getsockname()[1] for each in sockets)
 
 
-def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
-    """Checks one port; ``key`` is the one in the configuration that names it. Returns its IP address and port.
+def refuse_busy(host: str, port: int, key: str) -> None:
+    """Checks one port; ``key`` is the one in the configuration that names it.
 
     Raises:
         ConfigError: the port is in use or closed to this user, or ``host`` is not this machine.
     """
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for number, told in enumerate(addresses):  # of a name with several a server may take any one
+        for number, told in enumerate(
+            resolve(host, port)
+        ):  # of a name with several a server may take any one
             family, kind, protocol, _, address = told
             try:
                 with socket.socket(family, kind, protocol) as probe:
@@ -88,7 +101,6 @@ def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
             except OSError as exc:
                 if number == 0 or exc.errno == errno.EADDRINUSE:
                     raise
-        return str(addresses[0][4][0]), port
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(
@@ -107,20 +119,13 @@ def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
         ) from exc
 
 
-_RESOLVE_TIMEOUT_S = 5.0
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
-
-
-def why_deaf(base_url: str, timeout_s: float) -> str:
-    """Why no connection to the URL's host and port opens within the time, and a remedy; empty when one does."""
-    parts = urlsplit(base_url)
-    error = connection_error(parts.hostname or "", parts.port or 0, timeout_s)
-    return f"{error}; {http_remedy(error)}" if error else ""
 
 
 def connection_error(host: str, port: int, timeout_s: float) -> OSError | None:
     """The error that ends an attempt to connect; None when one succeeds."""
     try:
+        resolve(host, port)
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
         return error
@@ -133,23 +138,10 @@ def local_address_towards(host: str, port: int) -> str:
     Raises:
         OSError: the name is not known here, or there is no route.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = resolve(host, port, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def addresses_of(host: str, port: int) -> list[str] | str:
-    """IP addresses, or why there are none; a resolver that hangs is given up."""
-    call = BackgroundCall(
-        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), name=f"resolve {host}"
-    )
-    if not call.ended_within(_RESOLVE_TIMEOUT_S):
-        return f"no answer from the resolver within {_RESOLVE_TIMEOUT_S:g} s"
-    try:
-        return [str(info[4][0]) for info in call.result_within(0.0)]
-    except (OSError, UnicodeError) as error:
-        return str(error)
 
 
 def is_loopback(host: str) -> bool:

@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.network import is_loopback
+from swift_stage2.runtime.network import is_loopback, resolve
 
 _ADDRESS = "MASTER_ADDR"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -56,7 +56,7 @@ def check_gloo_address(environment: Mapping[str, str]) -> None:
 def _address_gloo_takes() -> str:
     """The first address of this host's name that can be bound, else loopback: as PyTorch chooses it."""
     with suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found = resolve(socket.gethostname())
         for family, kind, protocol, _, address in found:
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)

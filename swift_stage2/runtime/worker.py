@@ -2,7 +2,7 @@
 
 The kernel kills the worker when its rank's main thread is gone, however that ended (``PR_SET_PDEATHSIG``). Used by the
 process that preprocesses and by the one that carries weights. Neither they nor data loaders' workers heed a signal that
-asks the rank to end.
+asks the rank to end: SIGTERM and SIGINT are a wish to stop, which all ranks then agree on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
@@ -64,6 +65,34 @@ def workers_heed_no_stop() -> Iterator[None]:
     finally:
         BaseProcess.start = start  # type: ignore[method-assign]
         atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's raises at such an end
+
+
+class StopOnSignal:
+    """A context in which either signal calls ``ask_to_stop``; a second SIGINT ends the process at once.
+
+    Data-loader workers that start in it hear neither. Does nothing on another thread than the main one.
+    """
+
+    def __init__(self, ask_to_stop: Callable[[], None]) -> None:
+        self._ask_to_stop = ask_to_stop
+        self._before: dict[int, Any] = {}
+        self._workers = ExitStack()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._workers.enter_context(workers_heed_no_stop())
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was set from C
+        self._workers.close()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._ask_to_stop()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
 
 
 def start_worker(

@@ -5,7 +5,6 @@ Loads ms-swift only when it runs, after torchvision was given what a machine wit
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.checkpoints import is_storage_failure
-from swift_stage2.runtime.network import why_deaf
 from swift_stage2.runtime.output import going_on, say
 from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.telemetry.summary import share_of_b
@@ -32,22 +30,17 @@ from swift_stage2.telemetry.summary import share_of_b
 if TYPE_CHECKING:
     from swift_stage2.training.stage2_trainer import Stage2Trainer
 
-logger = logging.getLogger(__name__)
-
-_CONNECT_TIMEOUT_S = 2.0
-
 
 def train(
     config: Stage2Config,
     *,
     start_run: Callable[..., Stage2Run] | None = None,
-    asks_servers: bool = True,
     checks_rows: bool = True,
 ) -> int:
     """Trains; returns the exit status.
 
-    ``start_run`` puts this rank's run together in the place of ``assembly.start_run``; without ``asks_servers``
-    nothing is said of servers that do not answer yet, without ``checks_rows`` the data set has been checked.
+    ``start_run`` puts this rank's run together in the place of ``assembly.start_run``; without ``checks_rows``
+    the data set has been checked.
 
     Raises:
         UserError: a mistake in configuration, data or servers, on every rank.
@@ -73,8 +66,6 @@ def train(
     )
     with going_on("train", "checking the data set"):
         run_checks(config, known)
-    if asks_servers and int(os.environ.get("RANK", "0")) == 0:
-        _tell_of_deaf_servers(config)
     start_communication(config.swift)
     shard_on_cpu_ranks(config.swift)
     register_trainer()  # a plugin may name one that it derives from ours
@@ -124,19 +115,6 @@ def _why_starved(config: Stage2Config, trainer: Stage2Trainer) -> str:
     if told and trainer.args.process_index == 0:
         say(f"swift-stage2 train: {told}", is_error=True)
     return ""
-
-
-def _tell_of_deaf_servers(config: Stage2Config) -> None:
-    """Says now what the wait for servers would say only after the model was loaded. Decides nothing: they may start."""
-    for server in config.rollout.servers if config.b_enabled else ():
-        if reason := why_deaf(server.base_url, _CONNECT_TIMEOUT_S):
-            logger.warning(
-                "rollout server %s does not answer yet (%s); training waits for it up to %g seconds "
-                "(rollout.start_timeout_s), once the model is loaded",
-                server.base_url,
-                reason,
-                config.rollout.start_timeout_s,
-            )
 
 
 def _hang_behind(error: BaseException | None) -> WeightSyncHang | None:

@@ -32,11 +32,10 @@ from swift_stage2.runtime.checkpoints import whole_checkpoint
 from swift_stage2.runtime.output import going_on
 from swift_stage2.runtime.run_directory import hold_run_directory
 from swift_stage2.runtime.watches import hung_round_ends_process
+from swift_stage2.runtime.worker import StopOnSignal
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.training.aux_targets import cut_aux_targets, loss_with_aux_targets
+from swift_stage2.training import losses
 from swift_stage2.training.best_model import EvaluatedTrainer
-from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model
-from swift_stage2.training.stop_signals import StopOnSignal
 from swift_stage2.weights.transport import WrapTransport
 
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
@@ -71,7 +70,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self.stage2_config = stage2 or _config_from_environment()
         self._start_run = start_run or assembly.start_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
-        check_model(self.model, self.stage2_config)
+        losses.check_model(self.model, self.stage2_config)
         run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
         self.stage2 = None
         self._resume_directory: str | None = None
@@ -127,12 +126,12 @@ class Stage2Trainer(EvaluatedTrainer):
         """As ms-swift does it, whose loss knows no columns: one that needs others than these takes them first."""
         columns = {name: inputs.pop(name) for name in COLUMNS if name in inputs}
         found = {name: inputs.pop(name) for name in ALTERNATIVE_TOKENS if name in inputs}
-        policy = PolicyTerm.of(columns, self.stage2_config)
+        policy = losses.PolicyTerm.of(columns, self.stage2_config)
         if policy is not None and policy.grpo.kl_weight:
             policy.ask_reference(self.accelerator.unwrap_model(model), super().compute_loss, inputs)
         if found or policy is not None:
             weight = self.stage2_config.stage2_ab.channel_b.target.weights.duplicate
-            own_loss = partial(loss_with_aux_targets, duplicate_weight=weight, policy=policy, **found)
+            own_loss = partial(losses.loss_with_aux_targets, duplicate_weight=weight, policy=policy, **found)
             inputs["compute_loss_func"] = own_loss
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if policy is not None and policy.sums is not None:
@@ -141,7 +140,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """As ms-swift does it: labels and weights are cut to the supervised places, and so is all beside them."""
-        cut_aux_targets(inputs, super().prepare_logits_to_keep)
+        losses.cut_aux_targets(inputs, super().prepare_logits_to_keep)
         super().prepare_logits_to_keep(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
@@ -154,13 +153,13 @@ class Stage2Trainer(EvaluatedTrainer):
     def end_step(self) -> None:
         assert self.stage2 is not None
         self._until_first_step.close()
-        losses, self._losses = [float(loss) for loss in self._losses], []
+        step_losses, self._losses = [float(loss) for loss in self._losses], []
         if self._policy_sums is not None:
             sums, self._policy_sums = self._policy_sums, None
             if sums.isfinite().all():  # else the loss tells; as 0 they would make the gap look small
-                for name, amount in zip(POLICY_SUMS, sums.tolist(), strict=True):
+                for name, amount in zip(losses.POLICY_SUMS, sums.tolist(), strict=True):
                     self.stage2.telemetry.counters.add(name, max(0.0, amount))
-        scalars = self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
+        scalars = self.stage2.end_step(self.state.global_step, self.state.epoch, step_losses)
         if scalars:
             self._report(scalars)
 

@@ -31,7 +31,7 @@ from swift_stage2.config import MissedOrder, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import SampleError
 from swift_stage2.records import Rollout, Segment
-from swift_stage2.training.policy_loss import POLICY_SUMS
+from swift_stage2.training.losses import POLICY_SUMS
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 CAP = 1.5

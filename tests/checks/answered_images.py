@@ -6,7 +6,6 @@ The known convention is the oracle; nothing of the package's own conversions is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,16 +16,7 @@ declare_operators()  # before torchvision is imported
 
 from qwen_vl_utils.vision_process import smart_resize  # noqa: E402
 
-
-class PixelLimits(NamedTuple):
-    """How Qwen's processors resize an image."""
-
-    factor: int
-    min_pixels: int
-    max_pixels: int
-
-
-LIMITS = PixelLimits(28, 4 * 28 * 28, 1024 * 28 * 28)
+FACTOR, MIN_PIXELS, MAX_PIXELS = 28, 4 * 28 * 28, 1024 * 28 * 28  # how Qwen's processors resize an image
 LABELS = ("car", "person", "dog", "sign")
 Numbers = tuple[float, float, float, float]
 Write = Callable[[Numbers, tuple[int, int]], Numbers]
@@ -45,23 +35,16 @@ def share(full: float, digits: int = 0) -> Write:
     return write
 
 
-def resized(limits: PixelLimits = LIMITS) -> Write:
-    def write(box: Numbers, size: tuple[int, int]) -> Numbers:
-        width, height = resized_size(size, limits)
-        x1, y1, x2, y2 = box
-        return (
-            round(x1 * width / size[0]),
-            round(y1 * height / size[1]),
-            round(x2 * width / size[0]),
-            round(y2 * height / size[1]),
-        )
-
-    return write
+def resized(box: Numbers, size: tuple[int, int]) -> Numbers:
+    x1, y1, x2, y2 = (
+        round(each * new / old) for each, new, old in zip(box, resized_size(size) * 2, size * 2, strict=True)
+    )
+    return x1, y1, x2, y2
 
 
-def resized_size(size: tuple[int, int], limits: PixelLimits = LIMITS) -> tuple[int, int]:
+def resized_size(size: tuple[int, int]) -> tuple[int, int]:
     """By the library that resizes images for Qwen's models."""
-    height, width = smart_resize(size[1], size[0], limits.factor, limits.min_pixels, limits.max_pixels)
+    height, width = smart_resize(size[1], size[0], FACTOR, MIN_PIXELS, MAX_PIXELS)
     return width, height
 
 
@@ -85,9 +68,7 @@ def draw(
     seed: int,
     *,
     answers: Write,
-    data: Write = stored,
     thousandths: bool = False,
-    limits: PixelLimits = LIMITS,
     num_images: int = 32,
     noise: float = 0.04,
     finds: bool = True,
@@ -96,7 +77,7 @@ def draw(
     """``noise``: of an edge, in shares of the object's side. ``finds``: else the answers are boxes from anywhere.
 
     One object in eight is missed, one in ten answered twice, one label in twenty is wrong, and two answers in five end
-    in an object that is not there. The template expects thousandths, or pixels of the image resized by ``limits``.
+    in an object that is not there. The template expects thousandths, or pixels of the resized image.
     """
     random = np.random.default_rng(seed)
     images = []
@@ -119,10 +100,10 @@ def draw(
         images.append(
             AnsweredImage(
                 tuple((written[number][0], answers(written[number][1], size)) for number in order),
-                tuple((label, data(box, size)) for label, box in truth),
+                tuple((label, box) for label, box in truth),
                 size,
-                (1000, 1000) if thousandths else resized_size(size, limits),
-                resized_size(size, limits),
+                (1000, 1000) if thousandths else resized_size(size),
+                resized_size(size),
             )
         )
     return images

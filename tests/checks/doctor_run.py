@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from builders import changed
 from live_server import MODEL, free_port
 
 from swift_stage2.checks import doctor
@@ -75,12 +76,7 @@ def write_config(
             "sync": {"timeout_s": 30.0},
         },
     }
-    for dotted, value in changes.items():
-        *sections, key = dotted.split("__")
-        section = data
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[key] = value
+    data = changed({dotted.replace("__", "."): value for dotted, value in changes.items()}, base=data)
     file.write_text(yaml.safe_dump(data), encoding="utf-8")
     return file
 

@@ -1,21 +1,26 @@
-"""Channel B's parts as a configuration describes them."""
+"""Channel B's parts as a configuration describes them; a process that encodes otherwise than the learner is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from builders import config_of
-from real_model import rollout_of
+from real_model import PACKING_LENGTH, make_encoder, rollout_of, sample_of
+from real_model import make_task as shipped_task
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
 from swift_stage2.channel_b.task import TASKS
-from swift_stage2.checks.channel_b_parts import make_task
+from swift_stage2.checks.channel_b_parts import compare_preprocessors, make_task
+from swift_stage2.checks.packing_isolation import empty_rollout
 from swift_stage2.config import Objective, Stage2Config
-from swift_stage2.errors import ConfigError
-from swift_stage2.records import Sample, SampleKey, Target
+from swift_stage2.errors import ConfigError, SampleError
+from swift_stage2.records import Pack, Rollout, Sample, SampleKey, Segment, Target
 
 BOX = (0, 0, 40, 40)
 SHIFTED = (0, 0, 40, 20)  # half of the box
@@ -69,3 +74,66 @@ def test_rewards_of_a_users_own_task_that_are_all_0_are_refused(monkeypatch: pyt
         else:
             with pytest.raises(ConfigError, match=r"needs rewards that differ, got .* of 0 for all terms"):
                 make_task(rewarded)
+
+
+ROW: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "find"}],
+    "objects": {"ref": ["box"], "bbox": [[1, 2, 3, 4]]},
+}
+
+
+class Altered(Preprocessor):
+    """A thread's work with one difference."""
+
+    def __init__(
+        self,
+        *parts: Any,
+        alter: Any = dict,
+        refuses: str | None = None,
+        text: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*parts, **settings)
+        self._alter, self._refuses, self._text = alter, refuses, text
+
+    def encode(self, rollouts: Sequence[Rollout]) -> Iterator[EncodedRollout | Refusal]:
+        if self._refuses is None:
+            yield from super().encode(
+                [rollout if self._text is None else replace(rollout, text=self._text) for rollout in rollouts]
+            )
+        else:
+            yield from (SampleError(self._refuses) for _ in rollouts)
+
+    def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
+        pack = super().pack(pack_id, segments)
+        return replace(pack, batch=self._alter(pack.batch))
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ({"alter": lambda batch: batch | {"input_ids": batch["input_ids"] + 1}}, "input_ids"),
+        ({"alter": lambda batch: batch | {"labels": batch["labels"].to(torch.int32)}}, "labels"),
+        ({"alter": lambda batch: batch | {"extra": 1}}, "extra"),
+        ({"alter": lambda batch: {k: v for k, v in batch.items() if k != "loss_scale"}}, "loss_scale"),
+        ({"refuses": "too long"}, "refusal"),
+        ({"text": "[]"}, "target"),
+    ],
+)
+def test_every_difference_is_named(difference: dict[str, Any], named: str) -> None:
+    encoder = make_encoder()
+    rollouts = [empty_rollout(sample_of(ROW), encoder)]
+    parts: Any = (encoder, shipped_task())
+    thread = Preprocessor(*parts, packing_length=PACKING_LENGTH)
+    compare_preprocessors(Altered(*parts, packing_length=PACKING_LENGTH), thread, rollouts)
+    altered = Altered(*parts, packing_length=PACKING_LENGTH, **difference)
+    with pytest.raises(ConfigError, match=f"got another .*{named}.* for the data set's row 0.*: thread"):
+        compare_preprocessors(altered, thread, rollouts)
+
+
+def test_what_both_refuse_alike_is_no_difference() -> None:
+    encoder = make_encoder(packing_length=8)
+    rollouts = [empty_rollout(sample_of(ROW), encoder)]
+    one, other = (Preprocessor(encoder, shipped_task(), packing_length=8) for _ in range(2))
+    assert isinstance(one.encode(rollouts)[0], SampleError)
+    compare_preprocessors(one, other, rollouts)

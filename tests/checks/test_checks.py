@@ -1,4 +1,4 @@
-"""The one list of checks: who has what it needs, the order, and the words that every program uses."""
+"""The one list of checks: who has what it needs, the order; and the doctor's rows, with what rests on what."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 from builders import config_of, servers_at
 
+from swift_stage2.checks import checks
 from swift_stage2.checks.checks import (
     CHECKS,
-    DOES_NOT_APPLY,
     CheckResult,
     Known,
     Verdict,
     due_checks,
+    failed,
+    left_out,
     ok,
     run_checks,
+    warning,
 )
+from swift_stage2.checks.doctor import Examination
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.errors import ConfigError, DatasetError, ServerFault
 
 
 def config(**swift: Any) -> Stage2Config:
@@ -29,7 +33,7 @@ def config(**swift: Any) -> Stage2Config:
     return config_of({"stage2_ab.schedule.b_ratio": 0, "swift": {"model": "org/model", **swift}})
 
 
-def found_by(name: str, run: Stage2Config, known: Known) -> CheckResult[None]:
+def found_by(name: str, run: Stage2Config, known: Known) -> CheckResult[None] | None:
     """What one check of the list finds."""
     (check,) = (check for check in CHECKS if check.name == name)
     return check.find(run, known)
@@ -64,22 +68,18 @@ def test_the_first_error_ends_the_list() -> None:
         run_checks(wrong, Known(rows=True))
 
 
-def served(url: str) -> Stage2Config:
-    return config_of(servers_at(url))
-
-
-def key_of(run: Stage2Config) -> CheckResult[None]:
-    return found_by("API key", run, Known(addresses=True))
+def key_of(url: str) -> CheckResult[None] | None:
+    return found_by("API key", config_of(servers_at(url)), Known(addresses=True))
 
 
 def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = served("http://127.0.0.1:8000")
-    assert key_of(run) == ok("SWIFT_ROLLOUT_API_KEY is not set: right for servers without a key")
+    url = "http://127.0.0.1:8000"
+    assert key_of(url) == ok("SWIFT_ROLLOUT_API_KEY is not set: right for servers without a key")
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "s3cret")
-    assert key_of(run) == ok("SWIFT_ROLLOUT_API_KEY is set; it is sent to every server")
+    assert key_of(url) == ok("SWIFT_ROLLOUT_API_KEY is set; it is sent to every server")
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "with blank")
     with pytest.raises(ConfigError, match=r"; set SWIFT_ROLLOUT_API_KEY to printable ASCII .*") as refused:
-        run_checks(run, Known(addresses=True))
+        key_of(url)
     assert "with blank" not in str(refused.value)
 
 
@@ -90,9 +90,9 @@ def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_
     monkeypatch.setattr(importlib.util, "find_spec", installed.get)
     with pytest.raises(ConfigError, match=r"got deepspeed='zero3' and no such package; install the extra .*"):
         found_by("DeepSpeed", config(deepspeed="zero3"), FILES)
-    assert found_by("DeepSpeed", config(), FILES) == DOES_NOT_APPLY
+    found_by("DeepSpeed", config(), FILES)
     installed["deepspeed"] = object()
-    assert found_by("DeepSpeed", config(deepspeed="zero3"), FILES) == ok("DeepSpeed is installed")
+    found_by("DeepSpeed", config(deepspeed="zero3"), FILES)
 
 
 @pytest.mark.parametrize(
@@ -105,32 +105,91 @@ def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_
         ({"tuner_type": "lora"}, False),
     ],
 )
-def test_checkpoints_that_cannot_be_resumed_are_warned_of(swift: dict[str, Any], is_told: bool) -> None:
-    found = found_by("resume", config(**swift), FILES)
-    assert (found.verdict is Verdict.WARNING) == is_told
-    assert found == DOES_NOT_APPLY or "LoRA under FSDP2 cannot be resumed" in found.found
+def test_checkpoints_that_cannot_be_resumed_are_warned_of(
+    swift: dict[str, Any], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(checks, "CHECKS", [check for check in CHECKS if check.name == "resume"])
+    run_checks(config(**swift), FILES, told.append)
+    assert bool(told) == is_told
+    assert all("LoRA under FSDP2 cannot be resumed" in line for line in told)
 
 
-def test_a_plugin_that_is_not_there_is_told_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"swift\.external_plugins must name Python files, got '.*nowhere\.py'"
-    ):
-        found_by("plugins", config(external_plugins=[str(tmp_path / "nowhere.py")]), FILES)
-    assert found_by("plugins", config(), FILES) == DOES_NOT_APPLY
-
-
-def test_a_disk_directory_that_the_learner_cannot_write_is_told(
+def test_a_plugin_or_a_disk_directory_that_is_not_there_is_told_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(directory: Path) -> CheckResult[None]:
+    def find(directory: Path) -> None:
         sync = {"transport": "disk", "disk_directory": str(directory)}
-        return found_by("disk directory", config_of({"rollout.sync": sync}), FILES)
+        found_by("disk directory", config_of({"rollout.sync": sync}), FILES)
 
-    assert find(tmp_path) == ok(f"weights travel by {tmp_path}, which can be written")
-    with pytest.raises(
-        ConfigError, match="disk_directory must be a directory that the learner's user can write"
-    ):
+    with pytest.raises(ConfigError, match=r"swift\.external_plugins must name Python files, got '.*/none'"):
+        found_by("plugins", config(external_plugins=[str(tmp_path / "none")]), FILES)
+    find(tmp_path)
+    with pytest.raises(ConfigError, match="disk_directory must be a directory that the learner's user can"):
         find(tmp_path / "none")
     monkeypatch.setenv("RANK", "1")
-    assert find(tmp_path / "none") == DOES_NOT_APPLY, "rank 0 alone writes"
-    assert found_by("disk directory", config(), FILES) == DOES_NOT_APPLY
+    find(tmp_path / "none")  # rank 0 alone writes
+
+
+# --- rows of the doctor --------------------------------------------------------------------------------
+
+
+def raising(error: Exception) -> Any:
+    def work() -> CheckResult[None]:
+        raise error
+
+    return work
+
+
+def never() -> CheckResult[None]:
+    raise AssertionError("this check must not run")
+
+
+@pytest.mark.parametrize("is_failed", [True, False])
+def test_what_rests_on_a_check_that_did_not_pass_is_not_run_and_names_the_first_cause(
+    is_failed: bool,
+) -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: failed("broken", "mend it") if is_failed else left_out("no wish"))
+    second = exam.check("second", never, needs=[first])
+    third = exam.check("third", never, needs=[second])
+    assert second.verdict is third.verdict is Verdict.NOT_CHECKED
+    assert second.found == third.found == ("because of: first" if is_failed else "no wish")
+    assert second.counts_as_failed is third.counts_as_failed is is_failed
+    assert exam.num_failed == is_failed
+
+
+def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: warning("odd", "change it", 3))
+    assert exam.check("second", lambda: ok(str(first.result + 1)), needs=[first]).found == "4"
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "fix"),
+    [
+        (
+            ConfigError("a must be b", got="a=1", remedy="write a: b; or c"),
+            "a must be b, got a=1",
+            "write a: b; or c",
+        ),
+        (ConfigError("a must be b"), "a must be b", "the usual"),
+        (ServerFault("status 500: x; y"), "status 500: x; y", "the usual"),
+        (RuntimeError("two\nlines of s3cret"), "RuntimeError: two lines of ***", "the usual"),
+    ],
+)
+def test_an_error_becomes_a_failed_row_of_one_line_with_its_remedy_and_without_secrets(
+    error: Exception, found: str, fix: str
+) -> None:
+    row = Examination(secrets=("s3cret", "")).check("x", raising(error), fix="the usual")
+    assert (row.verdict, row.found, row.fix) == (Verdict.FAILED, found, fix)
+
+
+def test_checks_with_nothing_to_say_share_a_row() -> None:
+    exam = Examination()
+    exam.show(config_of(servers_at("http://127.0.0.1:1")), Known(addresses=True))
+    assert [(row.check, row.verdict) for row in exam.findings] == [
+        ("API key", Verdict.OK),
+        ("checked as well", Verdict.OK),
+    ]
+    assert exam.findings[1].found == "addresses of hosts"

@@ -79,27 +79,17 @@ def test_a_good_configuration_is_green_with_every_rule_and_its_numbers(
     }
     report = doctor(configure(**launch, **evaluation, swift__output_dir=str(tmp_path / "new" / "run")))
     assert report.status == 0, report.text
-    rules = report.row("rules between numbers")["found"]
-    for numbers in (
-        "target within limit: 4 <= 6",
-        "version window: version_window 2, sync_every_steps 4",
-        "control timeout: 1800 >= 3 * 40",
-        "target holds a step: 4 >= 2",
-        "limit holds a step: 6 >= 2",
-        "useful limit: 6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
-    ):
-        assert numbers in rules
     for check, told in {
         "devices": "launch.learner: CPU only; launch.servers[0]: CPU only",
-        "ports": f"ports {ports[0]} and {ports[1]} are free",
         "packing_length": "packing_length 256 holds the longest prompt",
         "samples": "12 of 12 rows encoded as the model gets them",
-        "memory": "parameters: a rank needs",
-        "validation set": "the first 4 of its 12 rows",
+        "memory": "a rank needs",
         "data sets": "all 24 rows",
     }.items():
         assert report.verdict(check) == "ok", report.row(check)
         assert told in report.row(check)["found"]
+    silent = [row["found"] for row in report.findings if row["check"] == "checked as well"]
+    assert {"ports", "validation set", "model directory"} < set(", ".join(silent).split(", "))
     assert not (tmp_path / "new").exists(), "what was tried is gone"
 
 
@@ -116,7 +106,13 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     ("changes", "num_gpus", "check", "verdict", "told"),
     [
-        (PREFETCH_RULES, 0, "useful limit", "warning", "write stage2_ab.channel_b.prefetch.queue_limit: 6"),
+        (
+            PREFETCH_RULES,
+            0,
+            "configuration loads",
+            "warning",
+            "write stage2_ab.channel_b.prefetch.queue_limit: 6",
+        ),
         (ELSEWHERE, 2, "devices", "ok", "launch.servers[0]: 7"),
         (
             {"launch": {"servers": [{"engine": "transformers"}]}, "swift__use_cpu": False},
@@ -242,4 +238,4 @@ def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch:
 def test_the_learner_is_estimated_by_one_formula(
     swift: dict[str, str], itemsize: int, num_ranks: int, per_parameter: float
 ) -> None:
-    assert rank_bytes(swift, itemsize * 1000, 1000, num_ranks) == per_parameter * 1000
+    assert rank_bytes(swift, itemsize * 1000, itemsize, num_ranks) == per_parameter * 1000

@@ -16,7 +16,7 @@ from swift_stage2 import wire
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.checks import live_servers, servers
 from swift_stage2.checks.checks import CheckResult, Verdict
-from swift_stage2.checks.examination import Examination
+from swift_stage2.checks.doctor import Examination
 from swift_stage2.checks.live_servers import check_identity
 from swift_stage2.servers.session import ServerSession
 from swift_stage2.wire import ServerInfo
@@ -143,25 +143,18 @@ def test_a_server_that_takes_connections_and_answers_late_fails(
         assert [call.path for call in server.calls] == [wire.HEALTH], "nothing else is waited for"
 
 
-@pytest.mark.parametrize(
-    ("key", "told"), [(None, "holds no key"), ("wrong", "holds another key than the server's")]
-)
-@pytest.mark.parametrize("status", [401, 403])
 def test_a_refused_key_is_told_without_the_key(
-    server: FakeRolloutServer,
-    identify: Look,
-    monkeypatch: pytest.MonkeyPatch,
-    key: str | None,
-    told: str,
-    status: int,
+    server: FakeRolloutServer, identify: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if key:
+    for status, key, told in (
+        (401, "", "holds no key"),
+        (403, "wrong", "holds another key than the server's"),
+    ):
         monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
-    server.on_get = lambda call: error(status, "Unauthorized")
-    row = identify()
-    assert row.verdict is Verdict.FAILED
-    assert told in row.found
-    assert row.fix == "export SWIFT_ROLLOUT_API_KEY=<the key that the server was started with>"
+        server.on_get = lambda call, status=status: error(status, "Unauthorized")
+        row = identify()
+        assert (row.verdict, told in row.found) == (Verdict.FAILED, True)
+        assert row.fix == "export SWIFT_ROLLOUT_API_KEY=<the key that the server was started with>"
 
 
 def test_an_unproven_server_is_a_warning(server: FakeRolloutServer, identify: Look) -> None:

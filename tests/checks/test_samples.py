@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,22 @@ from hypothesis import strategies as st
 from PIL import Image
 from real_model import make_encoder, make_template, sample_of
 
+from swift_stage2 import try_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import RowOrigins
-from swift_stage2.checks.channel_b_parts import step_sizes
-from swift_stage2.checks.samples import Excess, RowLengths, measure_lengths
+from swift_stage2.channel_b.task import TASKS, Task, register_task
+from swift_stage2.checks.channel_b_parts import StepSizes, step_sizes
+from swift_stage2.checks.samples import (
+    RowLengths,
+    check_sample,
+    measure_lengths,
+    task_faults,
+    try_answers,
+    usable_samples,
+)
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.rules import Inequality
+from swift_stage2.errors import ConfigError, DatasetError, MatchingError, SampleError, TaskError
+from swift_stage2.records import MatchQuality, Sample, SampleKey, Target
 
 OBJECT = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
 
@@ -65,6 +74,37 @@ def _config(packing_length: int, max_new_tokens: int) -> Stage2Config:
     return config_of(packing, {"rollout.decoding.max_new_tokens": max_new_tokens})
 
 
+def test_a_pack_must_hold_a_prompt_and_its_answer_which_is_written_as_channel_a_writes_it(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    sample = sample_of(rows[0])
+    num_prompt = len(encoder.encode_prompt(sample).token_ids)
+    needed = num_prompt + 100
+    check_sample(_config(needed, 100), encoder, make_task(), sample, RowOrigins())
+    with pytest.raises(ConfigError) as caught:
+        check_sample(_config(needed - 1, 100), encoder, make_task(), sample, RowOrigins())
+    assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
+    assert f"write packing_length: {needed} or more" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
+        check_sample(_config(needed, 100), encoder, make_task("object_map"), sample, RowOrigins())
+
+
+def test_bad_rows_are_no_reason_not_to_start_unless_all_are(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    spoilt: list[dict[str, Any]] = [
+        {**row, "images": ["/nowhere/a.png"]} if number % 2 else {**row, "objects": None}
+        for number, row in enumerate(rows[:8])
+    ]
+    some = [rows[number] if number in (3, 6) else row for number, row in enumerate(spoilt)]
+    samples, again = (usable_samples(some, 1, encoder, make_task(), 3, range(8)) for _ in range(2))
+    assert {sample.key.index for sample in samples} == {3, 6}
+    assert samples == again, "all ranks look at the same samples"
+    first = r"got none among num_rows=8, the first \(a row of no local JSONL.*\) because: "
+    with pytest.raises(DatasetError, match=first):
+        usable_samples(spoilt, 1, encoder, make_task(), 3, range(8))
+
+
 def _true_lengths(rows: list[dict[str, Any]], encoder: Encoder) -> list[tuple[int, int]]:
     """(prompt, answer) of each row, as channel A encodes the whole of it."""
     template = make_template()
@@ -76,18 +116,30 @@ def _true_lengths(rows: list[dict[str, Any]], encoder: Encoder) -> list[tuple[in
     return found
 
 
+def _measured(config: Stage2Config, rows: list[dict[str, Any]], encoder: Encoder, *files: Path) -> RowLengths:
+    """As three ranks measure their shares and join them."""
+    origins = RowOrigins(files)
+    return RowLengths.merged(
+        [
+            measure_lengths(config, rows, range(rank, len(rows), 3), encoder, make_task(), origins).to_note()
+            for rank in range(3)
+        ]
+    )
+
+
 def test_every_row_is_as_long_as_the_template_makes_it(
-    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+    encoder: Encoder, mixed_rows: list[dict[str, Any]]
 ) -> None:
     expected = _true_lengths(mixed_rows, encoder)
-    for number, (prompt, answer) in enumerate(expected):
+    for number in range(len(expected)):
         lengths = measure_lengths(
             _config(4096, 512), mixed_rows, range(number + 1), encoder, make_task(), RowOrigins()
         )
-        assert lengths.segments.longest == max(sum(each) for each in expected[: number + 1])
-        assert lengths.answers.longest == max(each[1] for each in expected[: number + 1])
-        assert lengths.shortest_prompt == min(each[0] for each in expected[: number + 1])
-        assert prompt + answer <= lengths.segments.longest
+        known = expected[: number + 1]
+        assert lengths.longest_segment[0] == max(map(sum, known))
+        assert lengths.longest_answer[0] == max(answer for _, answer in known)
+        assert lengths.longest_prompt == max(prompt for prompt, _ in known)
+        assert lengths.num_tokens == sum(map(sum, known))
 
 
 def test_rows_that_the_task_refuses_are_counted_and_one_is_named(
@@ -96,16 +148,11 @@ def test_rows_that_the_task_refuses_are_counted_and_one_is_named(
     rows = [dict(row) for row in mixed_rows]
     for number in (3, 7):
         rows[number]["objects"] = {"ref": ["a"], "bbox": []}
-    file = tmp_path / "rows.jsonl"
+    file, config = tmp_path / "rows.jsonl", _config(4096, 512)
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    config, origins = _config(4096, 512), RowOrigins([file])
-    shares = [
-        measure_lengths(config, rows, range(rank, 15, 2), encoder, make_task(), origins).to_note()
-        for rank in range(2)
-    ]
-    lengths = reduce(RowLengths.merged, map(RowLengths.from_note, shares))
+    lengths = _measured(config, rows, encoder, file)
     assert (lengths.num_rows, lengths.num_unusable) == (13, 2)
-    ((found, remedy),) = lengths.troubles
+    ((found, remedy),) = lengths.troubles(config)
     assert found.startswith("2 of 15 rows cannot be used by channel B")
     assert f"{file}:" in found
     assert remedy == "mend them"  # once: the row's own error has lost its remedy
@@ -121,26 +168,17 @@ def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     totals, answers = [sum(each) for each in expected], [answer for _, answer in expected]
     packing, new = sorted(totals)[9], sorted(answers)[11]
     config = _config(packing, new)
-    origins = RowOrigins([file])
-    lengths = measure_lengths(config, mixed_rows, range(15), encoder, make_task(), origins)
-    assert (lengths.num_rows, lengths.segments.num_rows) == (15, sum(total > packing for total in totals))
-    assert lengths.answers.num_rows == sum(answer > new for answer in answers)
+    lengths = _measured(config, mixed_rows, encoder, file)
+    assert (lengths.num_rows, lengths.num_long_segments) == (15, sum(total > packing for total in totals))
+    assert lengths.num_long_answers == sum(answer > new for answer in answers)
     longest = totals.index(max(totals))
-    assert lengths.segments.place.startswith(f"{file}:{longest + 1}, image ")
-    (segments, write_packing), (too_long, write_new) = lengths.troubles
-    assert f"{lengths.segments.num_rows} of 15 rows can never be trained on channel B" in segments
+    assert lengths.longest_segment[1].startswith(f"{file}:{longest + 1}, image ")
+    (segments, write_packing), (too_long, write_new) = lengths.troubles(config)
+    assert f"{lengths.num_long_segments} of 15 rows can never be trained on channel B" in segments
     assert f"packing_length {packing}, the longest {max(totals)} tokens ({file}:{longest + 1}" in segments
     assert f"packing_length: {max(totals)} or more" in write_packing
     assert f"longer than max_new_tokens {new}" in too_long
     assert f"max_new_tokens: {max(answers)} or more" in write_new
-    # Ranks measure their shares and join them.
-    parts = [
-        RowLengths.from_note(
-            measure_lengths(config, mixed_rows, range(rank, 15, 3), encoder, make_task(), origins).to_note()
-        )
-        for rank in range(3)
-    ]
-    assert parts[0].merged(parts[1]).merged(parts[2]) == lengths
 
 
 def test_a_row_that_cannot_be_read_is_not_measured(
@@ -154,11 +192,11 @@ def test_a_row_that_cannot_be_read_is_not_measured(
 
 def _lengths(num_rows: int, mean: int, prompt: int, answer: int) -> RowLengths:
     """Rows with the longest prompt and true answer as told."""
-    segments, answers = Excess(4096, 0, prompt + answer, ""), Excess(1024, 0, answer, "")
-    return RowLengths(num_rows, segments, answers, 0, "", prompt, prompt, num_rows * mean)
+    longest = {"longest_prompt": prompt, "longest_segment": (prompt + answer, "")}
+    return RowLengths(num_rows=num_rows, num_tokens=num_rows * mean, **longest)  # type: ignore[arg-type]
 
 
-def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> Inequality:
+def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> StepSizes:
     config = _config(changes.pop("packing_length", 4096), changes.pop("max_new_tokens", 1024))
     found = step_sizes(replace(config, swift={**config.swift, **changes}), lengths, num_packs)
     assert found is not None
@@ -188,9 +226,9 @@ def test_the_sizes_of_steps_follow_from_the_rows(
 ) -> None:
     for num_packs in (1, 8):  # both channels have as many micro steps
         told = _sizes(_lengths(500, mean, longest - 50, 50), num_packs, per_device_train_batch_size=batch)
-        assert f"as many rows as {ratio}" in told.numbers
-        assert told.holds is (not advice)
-        assert not advice or advice in told.remedy
+        assert f"as many rows as {ratio}" in told.told
+        assert bool(told.remedy) is bool(advice)
+        assert advice in told.remedy
 
 
 @given(
@@ -201,8 +239,93 @@ def test_the_length_that_is_advised_is_one_that_a_run_takes(
 ) -> None:
     lengths = _lengths(50, mean, prompt, answer)
     told = _sizes(lengths, 4, per_device_train_batch_size=batch)
-    if told.holds:
+    if not told.remedy:
         return
     found = re.search(r"packing_length: (\d+)$", told.remedy)
     assert found is not None
     assert prompt + 1024 <= int(found[1]) <= 4096
+
+
+# --- tasks of a user's ---------------------------------------------------------------------------------
+
+QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
+
+
+class _Broken(Task):
+    """Trains the row's own answer, but for what ``spoil`` makes of an answer's text and of the target."""
+
+    def __init__(self, spoil: Any) -> None:
+        self.spoil = spoil
+
+    def read_truth(self, row: Any) -> Any:
+        return row["messages"][-1]["content"]
+
+    def correct(self, rollout: Any, truth: Any, tokenise: Any) -> Any:
+        token_ids, _ = tokenise(truth)
+        return self.spoil(rollout, Target(truth, token_ids, (1.0,) * len(token_ids), QUALITY))
+
+    def check_answer(self, text: str, truth: Any, normalise: Any = str) -> None:
+        return
+
+
+def _samples(task: Task, rows: list[dict[str, Any]]) -> list[Sample]:
+    return [Sample(SampleKey(0, 0, 0), row, task.read_truth(row)) for row in rows[:2]]
+
+
+def _choose(rollout: Any, target: Target) -> Target:
+    raise SampleError("no") if rollout.text else MatchingError("no")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (
+            lambda rollout, target: (
+                target if rollout.text.endswith("]") or not int(rollout.text or 0) else None
+            ),
+            "got ValueError: invalid literal for int",
+        ),
+        (lambda rollout, target: {"": target}[rollout.text], "got KeyError"),
+        (lambda rollout, target: 1 // (not rollout.truncated) and target, "got ZeroDivisionError"),
+        (lambda rollout, target: None, "correct must return a Target, got NoneType; mend the task"),
+        (
+            lambda rollout, target: replace(target, weights=(1.0,)),
+            "a Target needs one weight per token, got num_weights=1 num_token_ids=",
+        ),
+    ],
+)
+def test_a_task_that_breaks_on_a_word_a_real_a_cut_or_any_answer_is_told_before_a_run(
+    encoder: Encoder, rows: list[dict[str, Any]], spoil: Any, told: str
+) -> None:
+    task = _Broken(spoil)
+    with pytest.raises(TaskError, match=re.escape(told)) as caught, task_faults(task):
+        try_answers(encoder, task, _samples(task, rows))
+    assert str(caught.value).startswith("task _Broken")
+    assert str(caught.value).endswith("; mend the task")
+    if told.startswith("got "):
+        assert f"({__file__}:" in str(caught.value)
+
+
+def test_what_costs_one_sample_is_no_fault_and_faults_elsewhere_are_not_the_tasks(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    for task in (_Broken(_choose), _Broken(lambda rollout, target: target), make_task()):
+        try_answers(encoder, task, _samples(task, rows))
+    with pytest.raises(ZeroDivisionError), task_faults(make_task()):
+        _ = 1 // 0
+    with pytest.raises(SampleError), task_faults(task):
+        raise SampleError("no")
+
+
+def test_a_task_is_tried_on_one_row_without_a_model(
+    rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = str(rows[0]["messages"][-1]["content"])
+    target = try_task(_Broken(lambda rollout, target: target), rows[0], "two")
+    assert (target.text, target.token_ids) == (answer, tuple(map(ord, answer)))
+    quality = try_task(make_task(), rows[0], '[{"bbox_2d": [0, 0, 9, 9], "label": "x"}]').quality
+    assert (quality.num_predictions, quality.num_ground_truth) == (1, len(rows[0]["objects"]["ref"]))
+    monkeypatch.setattr("swift_stage2.channel_b.task.TASKS", dict(TASKS))
+    register_task("captions")(_Broken)
+    with pytest.raises(TaskError, match=r"^task captions: correct must return a Target"):
+        try_task(_Broken(lambda rollout, target: None), rows[0], "two")

@@ -54,16 +54,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.usefixtures("names")
-def test_two_names_of_one_machine_are_one_place() -> None:
-    group_port = free_port()
-    config = started(here(free_port(), group_port, "twin"), here(free_port(), group_port))
-    with pytest.raises(
-        ConfigError, match=rf"got port {group_port} of 127\.0\.0\.1, however it is named, for both"
-    ):
-        refuse_busy_ports(config, [0, 1])
-
-
 @pytest.mark.parametrize(
     ("server", "is_started", "message"),
     [
@@ -104,15 +94,18 @@ def test_servers_that_others_reach_without_a_key_are_warned_of(
     assert all("servers[2].base_url listens on 0.0.0.0 without a key" in line for line in warnings)
 
 
-def test_a_resolver_that_hangs_does_not_hold_up_the_check_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_hangs_does_not_hold_up_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(20.0))
     monkeypatch.setattr(network, "_RESOLVE_TIMEOUT_S", 0.05)
     config = config_of(servers_at("http://slow.host:8000", group_port=29600))
     try:
         (told,) = warn_of_open_servers(config)
+        error = network.connection_error("slow.host", 8000, 5.0)
+        assert not network.is_here("slow.host")
     finally:
         released.set()
+    assert "no answer from the resolver" in str(error)
     assert told.startswith("rollout.servers[0].base_url listens on slow.host without a key")
 
 
@@ -129,13 +122,16 @@ def test_servers_alone_are_refused_where_none_is_this_machines(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rendezvous_that_torchrun_would_wait_for_in_silence_is_refused() -> None:
+def test_a_rendezvous_that_torchrun_would_wait_for_in_silence_is_refused(busy_port: int) -> None:
+    def look(endpoint: str | None) -> None:
+        several = {"nnodes": 2, "rdzv_endpoint": endpoint} if endpoint else {}
+        refuse_deaf_endpoint(config_of({"launch.learner": several}))
+
     with pytest.raises(ConfigError, match=r"rdzv_endpoint must have a name .*, got host='nowhere\.invalid'"):
-        refuse_deaf_endpoint("nowhere.invalid:29400")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} of launch\.learner\.rdzv_endpoint must be free"):
-            refuse_deaf_endpoint(f"127.0.0.1:{port}")
-    refuse_deaf_endpoint(f"127.0.0.1:{port}")
+        look("nowhere.invalid:29400")
+    with pytest.raises(
+        ConfigError, match=rf"port {busy_port} of launch\.learner\.rdzv_endpoint must be free"
+    ):
+        look(f"127.0.0.1:{busy_port}")
+    look(f"127.0.0.1:{free_port()}")
+    look(None)

@@ -87,28 +87,6 @@ def test_a_plugin_that_raises_is_named_with_its_line(
     assert f"from {plugin}:" in message
 
 
-def test_words_that_belong_to_no_argument_are_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
-    given = ["--dataset", str(rows), "--add_version", "false"]
-    message = refusal(capfd, tmp_path, *given, "--learnin_rate", "1")
-    assert message.endswith("section swift, got 'learnin_rate'; did you mean 'learning_rate'?")
-    assert "got 'no_such_thing'; remove it" in refusal(capfd, tmp_path, *given, "--no_such_thing=1")
-
-
-def test_a_backend_for_ranks_needs_ranks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("Default process group has not been initialized")
-
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("swift_stage2.checks.swift_parsing.parse_args", refuse)
-    assert "start it with torchrun" in refusal(capfd, tmp_path)
-
-
 def test_every_example_writes_only_what_ms_swift_can_read() -> None:
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
         config = load_config(file)

@@ -39,7 +39,7 @@ from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, m
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.task import TASKS, needed_columns
 from swift_stage2.checks.channel_b_parts import make_task as task_of
-from swift_stage2.checks.task_trial import try_answers
+from swift_stage2.checks.samples import try_answers
 from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError

@@ -56,6 +56,10 @@ class RunningLaunch:
             self._seen += data
         return found
 
+    def wait_until_up(self) -> None:
+        self.wait_for("server0 answers")
+        self.wait_for(r"learner process \d+ runs")
+
     def read_for(self, seconds: float) -> None:
         """Takes in what is written during that time."""
         assert self.process.stdout is not None
@@ -320,9 +324,6 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
     assert {file.name for file in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 
 
-# --- who answers, and how soon a mistake is told ---------------------------------------------------
-
-
 # --- restarts ------------------------------------------------------------------------------------
 
 
@@ -345,8 +346,7 @@ def kill_server(running: RunningLaunch, number: int, *, supervisor: bool = False
 def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(launch: Launch) -> None:
     restart = {"policy": "on_failure", "max_restarts": 2, "backoff_s": 0.1}
     running = launch(learner=["run"], restart=restart)
-    running.wait_for("server0 answers")
-    running.wait_for(r"learner process \d+ runs")
+    running.wait_until_up()
     for number in (1, 2):
         kill_server(running, number, supervisor=number == 2)
         running.wait_for(
@@ -371,8 +371,7 @@ def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(la
 
 def test_a_signal_while_a_server_waits_for_its_restart_ends_everything(launch: Launch) -> None:
     running = launch(learner=["run"], restart={"policy": "on_failure", "backoff_s": 3600.0})
-    running.wait_for("server0 answers")
-    running.wait_for(r"learner process \d+ runs")
+    running.wait_until_up()
     kill_server(running, 1)
     running.wait_for("it is started again in 3600 s")
     running.stop()
@@ -382,8 +381,7 @@ def test_a_signal_while_a_server_waits_for_its_restart_ends_everything(launch: L
 @pytest.mark.slow
 def test_a_restart_does_not_come_up_beside_another_process_on_its_port(launch: Launch) -> None:
     running = launch(learner=["run"], restart={"policy": "on_failure", "max_restarts": 1, "backoff_s": 1.0})
-    running.wait_for("server0 answers")
-    running.wait_for(r"learner process \d+ runs")
+    running.wait_until_up()
     kill_server(running, 1)
     running.wait_for("it is started again in 1 s")
     with socket.socket() as thief:
@@ -404,8 +402,7 @@ def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch:
         upstream_port=inner,
         restart={"policy": "on_failure", "max_restarts": 1, "backoff_s": 0.1},
     )
-    running.wait_for("server0 answers")
-    running.wait_for(r"learner process \d+ runs")
+    running.wait_until_up()
     assert "started merger0" in running.output
     asked = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}]}
     for port in (inner, running.port):

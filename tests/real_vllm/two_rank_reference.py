@@ -29,7 +29,7 @@ from swift_stage2.collectives import leave_job
 from swift_stage2.compat import start_communication
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
-from swift_stage2.training.policy_loss import POLICY_SUMS
+from swift_stage2.training.losses import POLICY_SUMS
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 PARTITIONED = {

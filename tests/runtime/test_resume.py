@@ -58,10 +58,6 @@ def test_another_number_of_ranks_is_told_before_any_rank_reads_its_own(tmp_path:
     checkpoints.check_world_size(str(tmp_path), 2)
     with pytest.raises(ConfigError, match=r"got world_size=4, .* has world_size=2.*nproc_per_node"):
         checkpoints.check_world_size(str(tmp_path), 4)
-
-
-def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path)
     (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rank1.json")
     with pytest.raises(ConfigError, match=r"its own rank, got rank=1, .* has rank=0"):
         checkpoints.read_state(str(tmp_path), rank=1, world_size=2, step=40)
@@ -75,32 +71,29 @@ def test_a_checkpoint_that_is_written_over_cannot_be_resumed_meanwhile(tmp_path:
     checkpoints.void_older(str(tmp_path / "none yet"))
 
 
-@pytest.mark.parametrize("content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"', "{}"])
-@pytest.mark.parametrize("name", ["stage2_rank0.json", "stage2_rankx.json"])
-def test_an_unreadable_or_stray_file_is_named(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=rf"{name}.*resume from another checkpoint"):
-        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+SPOILT: list[dict[str, Any]] = [
+    {"format": 1},
+    {"state": None},
+    {"state": "text"},
+    {"a_batches_in_epoch": None},
+    {"a_batches_in_epoch": "17"},
+]
 
 
 @pytest.mark.parametrize(
-    "spoilt",
-    [
-        {"format": 1},
-        {"state": None},
-        {"state": "text"},
-        {"a_batches_in_epoch": None},
-        {"a_batches_in_epoch": "17"},
-    ],
-    ids=str,
+    "content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"', "{}", *SPOILT], ids=str
 )
-def test_a_file_of_another_form_is_named_with_the_remedy(tmp_path: Path, spoilt: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["stage2_rank0.json", "stage2_rankx.json"])
+def test_an_unreadable_or_stray_file_or_one_of_another_form_is_named(
+    tmp_path: Path, name: str, content: str | dict[str, Any]
+) -> None:
     _write(tmp_path)
-    path = tmp_path / "stage2_rank0.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | spoilt))
-    for read in (
-        lambda: checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40),
-        lambda: checkpoints.read_a_batches(str(tmp_path), 0),
-    ):
-        with pytest.raises(ConfigError, match=r"cannot read .*stage2_rank0\.json: .*; resume from another"):
-            read()
+    (path := tmp_path / "stage2_rank0.json").rename(tmp_path / name)
+    whole = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(whole | content))
+    named = rf"cannot read .*{name}: .*; resume from another checkpoint"
+    with pytest.raises(ConfigError, match=named):
+        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+    if name == path.name:
+        with pytest.raises(ConfigError, match=named):
+            checkpoints.read_a_batches(str(tmp_path), 0)

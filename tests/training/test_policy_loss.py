@@ -9,15 +9,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from builders import config_of
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 
-from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
-from swift_stage2.config.binding import bind
+from swift_stage2.compat import declare_operators
+from swift_stage2.config import GrpoConfig, Proximal
 from swift_stage2.errors import ConfigError
-from swift_stage2.training.aux_targets import loss_with_aux_targets
-from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model, token_factors
+from swift_stage2.training.losses import (
+    POLICY_SUMS,
+    PolicyTerm,
+    check_model,
+    loss_with_aux_targets,
+    token_factors,
+)
 
 VOCABULARY = 7
 PPO = GrpoConfig(proximal=Proximal.BEHAVIOUR, clip_low=0.2, clip_high=0.28, max_importance_weight=1.5)
@@ -217,16 +222,19 @@ def test_an_adapter_that_does_not_go_with_rewards_is_refused(
     objective: str, b_ratio: float, dropout: float | None, kl_weight: float, refused: str | None
 ) -> None:
     """``check_model`` reads dropout from the model, because a loaded adapter keeps that of its adapter_config.json."""
+    declare_operators()  # before peft imports transformers
+    from peft import LoraConfig, get_peft_model
+
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.3))
     if dropout is not None:
         model = get_peft_model(model, LoraConfig(target_modules=["0"], lora_dropout=dropout))  # type: ignore[arg-type]
-    channel_b = {"grpo": {"kl_weight": kl_weight}}
-    stage2_ab = {"schedule": {"b_ratio": b_ratio}, "objective": objective, "channel_b": channel_b}
-    compared = (
-        {"num_generations": 4, "decoding": {"temperature": 1.0}} if objective != "corrected_target" else {}
+    settings = {"schedule": {"b_ratio": b_ratio}, "objective": objective}
+    config = config_of(
+        {"swift": {}, "stage2_ab": settings, "stage2_ab.channel_b.grpo.kl_weight": kl_weight},
+        {"rollout.num_generations": 4, "rollout.decoding.temperature": 1.0}
+        if objective != "corrected_target"
+        else {},
     )
-    servers = {"servers": [{"base_url": "http://127.0.0.1:8000"}]}
-    config = bind(Stage2Config, {"stage2_ab": stage2_ab, "rollout": servers | compared})
     if refused is None:
         check_model(model, config)
     else:
