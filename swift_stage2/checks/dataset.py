@@ -10,9 +10,9 @@ from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.dataset.fault import Rule
-from swift_stage2.dataset.files import local_files
-from swift_stage2.dataset.survey import Findings, survey
+from swift_stage2.data.fault import Rule
+from swift_stage2.data.files import local_files
+from swift_stage2.data.survey import Findings, survey
 from swift_stage2.errors import DatasetError
 
 

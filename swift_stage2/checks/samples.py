@@ -20,8 +20,8 @@ from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.checks.task_trial import task_faults, try_answers
 from swift_stage2.config import Stage2Config
-from swift_stage2.dataset.files import local_files
-from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
+from swift_stage2.data.files import local_files
+from swift_stage2.data.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Sample, SampleKey
 

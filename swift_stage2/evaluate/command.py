@@ -16,7 +16,7 @@ from typing import Any
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
-from swift_stage2.detections.prediction import (
+from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
     TrueRow,
@@ -28,12 +28,12 @@ from swift_stage2.detections.prediction import (
     write_file,
     write_predictions,
 )
-from swift_stage2.detections.scores import Bounds, DetectionScores, detection_data
+from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
-from swift_stage2.pages.content import Section, Sentence, Tone
-from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.report.content import Section, Sentence, Tone
+from swift_stage2.report.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.detections.prediction import LabelledBoxes, Prediction, TrueRow
-from swift_stage2.detections.scores import ERRORS, Bounds, DetectionScores
-from swift_stage2.pages.content import (
+from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
+from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
+from swift_stage2.report.content import (
     Gallery,
     Headline,
     Part,

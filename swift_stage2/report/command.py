@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swift_stage2.launch.launcher import next_commands
-from swift_stage2.pages.content import Gallery, Section, Sentence, filled, number
-from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.report.content import Gallery, Section, Sentence, filled, number
 from swift_stage2.report.quality import (
     detection_section,
     evaluations_of,
@@ -22,6 +21,7 @@ from swift_stage2.report.quality import (
     matches_of,
     quality_section,
 )
+from swift_stage2.report.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.report.run_data import RunData, read_run
 from swift_stage2.report.steps import (
     account_section,

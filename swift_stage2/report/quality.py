@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.detections.recorded import RecordedRow, read_evaluations
-from swift_stage2.detections.scores import DetectionScores, detection_data
-from swift_stage2.pages.content import (
+from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.recorded import RecordedRow, read_evaluations
+from swift_stage2.data.scores import DetectionScores, detection_data
+from swift_stage2.report.content import (
     Gallery,
     Part,
     Picture,

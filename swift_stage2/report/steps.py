@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from swift_stage2.pages.content import (
+from swift_stage2.report.content import (
     Part,
     Section,
     Sentence,

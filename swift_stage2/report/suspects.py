@@ -16,10 +16,10 @@ from itertools import combinations
 from statistics import fmean
 
 from swift_stage2.channel_b.matching import iou_matrix
-from swift_stage2.detections.prediction import TRUNCATED, LabelledBoxes
-from swift_stage2.detections.recorded import RecordedRow
-from swift_stage2.pages.content import Section, Sentence, Table, number
+from swift_stage2.data.prediction import TRUNCATED, LabelledBoxes
+from swift_stage2.data.recorded import RecordedRow
 from swift_stage2.records import Box
+from swift_stage2.report.content import Section, Sentence, Table, number
 from swift_stage2.report.quality import RowEvaluation
 
 FEWEST = 3

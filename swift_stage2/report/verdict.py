@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from swift_stage2.checks.feeding import sustained
-from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
+from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.run_data import RunData
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.event_log import RankEvents

@@ -19,8 +19,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.cli import main
-from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
-from swift_stage2.detections.prediction import (
+from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
     TrueRow,
@@ -28,6 +27,7 @@ from swift_stage2.detections.prediction import (
     read_rows,
     write_predictions,
 )
+from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
 from swift_stage2.records import match_ratios

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from detection_sets import hand_made, random_data
 
-from swift_stage2.detections.scores import RATIOS, DetectionData, DetectionScores, ObjectArrays
+from swift_stage2.data.scores import RATIOS, DetectionData, DetectionScores, ObjectArrays
 
 CAR = ("car", (10, 10, 110, 110))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.matching import iou_matrix, match_objects
 from swift_stage2.config import MatchingConfig
-from swift_stage2.detections.scores import THRESHOLDS, DetectionData, DetectionScores
+from swift_stage2.data.scores import THRESHOLDS, DetectionData, DetectionScores
 from swift_stage2.records import match_ratios
 
 CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)

@@ -11,9 +11,9 @@ from telemetry.event_files import EventFiles
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
+from swift_stage2.data.recorded import read_evaluations
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.detections.recorded import read_evaluations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

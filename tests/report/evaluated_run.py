@@ -7,8 +7,8 @@ from pathlib import Path
 
 from run_files import RunFiles
 
-from swift_stage2.detections.prediction import LabelledBoxes
-from swift_stage2.detections.recorded import RecordedRow, as_line, evaluations_directory
+from swift_stage2.data.prediction import LabelledBoxes
+from swift_stage2.data.recorded import RecordedRow, as_line, evaluations_directory
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 
 Objects = Sequence[tuple[str, Sequence[int]]]

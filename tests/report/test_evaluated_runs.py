@@ -11,7 +11,7 @@ import pytest
 from evaluated_run import Scene, evaluated_run, grid_scene
 
 from swift_stage2.cli import main
-from swift_stage2.detections.recorded import evaluations_directory
+from swift_stage2.data.recorded import evaluations_directory
 
 NUM_ROWS = 12
 TRUTH = grid_scene(NUM_ROWS)

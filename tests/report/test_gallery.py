@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from run_files import RunFiles, picture
 
-from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.pages.content import Gallery
+from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.report.content import Gallery
 from swift_stage2.report.quality import RankMatch, gallery_of, matches_of
 from swift_stage2.report.run_data import read_run
 

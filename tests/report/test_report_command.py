@@ -13,8 +13,8 @@ from run_files import RunFiles, balanced_ledger
 from small_disk import SmallDisk
 
 from swift_stage2.cli import main
-from swift_stage2.pages.content import Table
 from swift_stage2.records import ReturnReason
+from swift_stage2.report.content import Table
 from swift_stage2.report.steps import account_section
 from swift_stage2.telemetry.event_log import ranks_of
 from swift_stage2.telemetry.events import Quarantined

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from swift_stage2.pages.content import Gallery, Part, Section, Sentence, Table, Tone
-from swift_stage2.pages.rendering import column_widths, terminal_report
+from swift_stage2.report.content import Gallery, Part, Section, Sentence, Table, Tone
+from swift_stage2.report.rendering import column_widths, terminal_report
 
 KEY = "stage2_ab.channel_b.prefetch.sync_every_steps"
 CELLS = st.text("ab ", max_size=30)

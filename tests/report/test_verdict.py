@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from swift_stage2.pages.content import Headline, Sentence
+from swift_stage2.report.content import Headline, Sentence
 from swift_stage2.report.verdict import (
     FEWEST_QUIET,
     WORKING,
