@@ -13,22 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.data.coco_file import CocoFile
-from swift_stage2.data.import_report import ImportIssue, ImportReport
+from swift_stage2.data.coco_file import read_coco
 from swift_stage2.data.picture import TURN
 from swift_stage2.data.rows import LABELS, ImagePlacer, RowStyle
-from swift_stage2.data.sources import ImageFolder
-from swift_stage2.data.voc_folder import VocFolder
-from swift_stage2.data.yolo_folder import YoloFolder
+from swift_stage2.data.sources import AnnotatedSet, ImageFolder, ImportIssue, ImportReport
+from swift_stage2.data.voc_folder import read_voc
+from swift_stage2.data.yolo_folder import read_yolo
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.runtime.output import SafeConsole, check_new_file, going_on, progress_bar, say
 from swift_stage2.runtime.parser import CommandParser, real_number
 from swift_stage2.whole_file import whole_file
 
-Source = CocoFile | YoloFolder | VocFolder
 _EVERY = 50  # images between two movements of the bar
 _PROMPT = "Detect all objects."
-_UPRIGHT = f"turn the pictures themselves, and import them then: {TURN}"
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
     "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
@@ -53,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Absolute, so that rows are right wherever they are read from.
     folder = ImageFolder(options.images.absolute())
     with going_on("import", f"reading {options.source}"):
-        source = _open(options, report, folder)
+        source = _read(options, report, folder)
     if LABELS in options.prompt:
-        style = replace(style, labels=source.labels())
+        style = replace(style, labels=source.labels)
     placer = ImagePlacer(folder.folder, report)
     try:
         written = _write(source, style, placer, options, outputs)
@@ -64,29 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--output must be a file that can be written", got=str(error), remedy="name another"
         ) from error
     SafeConsole(soft_wrap=True).print(report.table())
-    if isinstance(source, YoloFolder):
-        say(f"classes of {source.class_file}: {', '.join(source.labels())}")
+    if source.class_file is not None:
+        say(f"classes of {source.class_file}: {', '.join(source.labels)}")
     say(*written)
     say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0
 
 
-def _open(options: argparse.Namespace, report: ImportReport, folder: ImageFolder) -> Source:
+def _read(options: argparse.Namespace, report: ImportReport, folder: ImageFolder) -> AnnotatedSet:
+    of_all = options.source, report, folder
     if options.format == "voc":
-        return VocFolder(
-            options.source,
-            report,
-            folder,
-            first_pixel=options.first_pixel,
-            skip_difficult=options.skip_difficult,
-        )
-    if options.format == "yolo":
-        return YoloFolder(options.source, report, folder, classes=options.classes)
-    return CocoFile(options.source, report, folder)
+        return read_voc(*of_all, first_pixel=options.first_pixel, skip_difficult=options.skip_difficult)
+    return read_yolo(*of_all, classes=options.classes) if options.format == "yolo" else read_coco(*of_all)
 
 
 def _write(
-    source: Source,
+    source: AnnotatedSet,
     style: RowStyle,
     placer: ImagePlacer,
     options: argparse.Namespace,
@@ -97,8 +87,8 @@ def _write(
     num_images, num_objects = Counter[Path](), Counter[Path]()
     with ExitStack() as stack:
         files = {path: stack.enter_context(whole_file(path)) for path in outputs}
-        move_to = stack.enter_context(progress_bar(len(source), "images"))
-        for number, image in enumerate(source):
+        move_to = stack.enter_context(progress_bar(len(source.images), "images"))
+        for number, image in enumerate(source.images):
             if number % _EVERY == 0:
                 move_to(number)
             if (placed := placer.place(image)) is None:
@@ -120,10 +110,9 @@ def _write(
             raise UserError(
                 "pictures with an EXIF rotation need --boxes-on",
                 got=f"none and {report.counts[ImportIssue.ROTATED]} of them (first "
-                f"{report.first[ImportIssue.ROTATED]}; annotated with the upright size: "
-                f"{report.counts[ImportIssue.UPRIGHT]})",
+                f"{report.first[ImportIssue.ROTATED]})",
                 remedy="write --boxes-on stored if boxes were drawn on the pixels as they lie in the file; else, as "
-                f"most programs show pictures, {_UPRIGHT}",
+                f"most programs show pictures, turn the pictures themselves, and import them then: {TURN}",
             )
         if empty := [path for path in outputs if not num_images[path]]:
             raise UserError(

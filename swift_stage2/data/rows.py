@@ -15,10 +15,9 @@ from pathlib import Path
 
 from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.data.import_report import ImportIssue, ImportReport
-from swift_stage2.data.picture import PLAIN_MODES, UNREADABLE, StoredPicture, look_at
+from swift_stage2.data.picture import UNREADABLE, StoredPicture, look_at
 from swift_stage2.data.row_check import BOX_MARK, LABEL_MARK
-from swift_stage2.data.sources import AnnotatedImage, AnnotatedObject, short
+from swift_stage2.data.sources import AnnotatedImage, AnnotatedObject, ImportIssue, ImportReport, short
 from swift_stage2.errors import UserError
 from swift_stage2.records import Box
 from swift_stage2.servers.image_opening import UPRIGHT
@@ -54,10 +53,12 @@ class ImagePlacer:
             self.report.add(ImportIssue.SHARES, f"{objects[0].where}: {path}")
             return None
         size = picture.width, picture.height
-        self._compare_sizes(image, picture, size)
+        if image.size not in (None, size):
+            written, real = ("x".join(map(str, each)) for each in (image.size or (), size))
+            self.report.add(ImportIssue.SIZE, f"{image.name}: {written}, the picture has {real}")
         placed: list[tuple[str, Box]] = []
-        for label, written, where in self._once(image.objects):
-            box = self._inside(_pixels(written, size) if image.is_share else written, size, where)
+        for label, edges, where in self._once(image.objects):
+            box = self._inside(_pixels(edges, size) if image.is_share else edges, size, where)
             if box is not None:
                 placed.append((label, box))
         if not placed:
@@ -74,10 +75,8 @@ class ImagePlacer:
 
     def _look_at(self, path: str) -> StoredPicture | None:
         try:
-            path.encode()
+            path.encode()  # JSON takes no other name
             picture = look_at(path)
-        except UnicodeEncodeError:
-            self.report.add(ImportIssue.NOT_UTF8, path)
         except FileNotFoundError:
             self.report.add(ImportIssue.NO_PICTURE, path)
         except UNREADABLE as error:
@@ -85,18 +84,8 @@ class ImagePlacer:
         else:
             if picture.orientation != UPRIGHT:
                 self.report.add(ImportIssue.ROTATED, path)
-            if picture.mode not in PLAIN_MODES:
-                self.report.add(ImportIssue.COLOURS, f"{path}: {picture.mode}")
             return picture
         return None
-
-    def _compare_sizes(self, image: AnnotatedImage, picture: StoredPicture, size: tuple[int, int]) -> None:
-        if image.size is None or image.size == size:
-            return
-        is_turned = picture.orientation != UPRIGHT and image.size == picture.upright_size
-        written, real = ("x".join(map(str, each)) for each in (image.size, size))
-        shown = f"{image.name}: {written}, the picture has {real}"
-        self.report.add(ImportIssue.UPRIGHT if is_turned else ImportIssue.SIZE, shown)
 
     def _inside(self, box: Box, size: tuple[int, int], where: str) -> Box | None:
         """The part of a box that lies on the picture, as whole numbers where it has them; None if it has no area."""

@@ -1,25 +1,30 @@
-"""The ground that sources share: text and numbers as tools write them, pictures, classes, and the files they mean."""
+"""The ground that formats share: what an import tells, text and numbers as tools write them, pictures and classes."""
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 import unicodedata
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from swift_stage2.data.import_report import ImportIssue, ImportReport
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from swift_stage2.data.labels import spell_label
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 from swift_stage2.whole_file import open_regular
 
+_MOST_SHOWN = 160
 _READ = "avif bmp dib gif j2k jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tif tiff webp"
 _TOLD = (
     "arw cr2 dng exr hdr heic heif ico jxl nef psd svg tga"  # others that people have: looked at, and told
@@ -28,11 +33,91 @@ IMAGE_SUFFIXES = tuple(f".{each}" for each in f"{_READ} {_TOLD}".split())
 MOST = 1e9
 """Pixels; a coordinate beyond is no coordinate."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _FLAGS = {
     **dict.fromkeys(("", "0", "false", "no", "none", "unspecified"), False),
     **dict.fromkeys(("1", "true", "yes"), True),
 }
+
+
+class ImportIssue(Enum):
+    """In the order in which they are told: what was found, and what is done."""
+
+    BROKEN_FILE = ("annotation file that cannot be read", "left out")
+    BROKEN_ENTRY = ("entry without its id, name, image or class", "left out")
+    NO_LABEL_FILE = ("picture without a label file", "kept, without objects")
+    NO_PICTURE = ("picture that is not there", "left out")
+    UNREADABLE = ("picture that cannot be read", "left out")
+    SEVERAL_PICTURES = ("name that several pictures have", "all left out")
+    TWO_CLAIMS = ("picture that several annotation files claim", "left out")
+    ID_OF_TWO = ("image id of two pictures", "both left out")
+    SHARES = (
+        "picture whose boxes all end within its first pixel, as shares would",
+        "left out; multiply by width and height",
+    )
+    EMPTY = ("picture without objects", "kept, with empty lists")
+    ROTATED = ("EXIF rotation", "kept; boxes are taken on the stored pixels")
+    SIZE = ("annotated with another size than the picture's", "kept; boxes are taken as its pixels")
+    CROWD = ("crowd (iscrowd)", "left out")
+    DIFFICULT = ("difficult object (--skip-difficult)", "left out")
+    BAD_FLAG = ("object with a flag that is neither 0 nor 1", "left out")
+    NO_BOX = ("object whose box cannot be read", "left out")
+    NOT_SHARES = (
+        "line that is no box or mask in shares from 0 to 1",
+        "left out; kpt_shape in data.yaml tells of key points",
+    )
+    NO_CLASS = ("object of an unknown class", "left out")
+    NO_IMAGE = ("object of an image that is not listed", "left out")
+    OUTSIDE = ("box outside of the picture", "left out")
+    FLAT = ("box without an area, or with swapped corners", "left out")
+    REPEATED = ("object written twice", "kept once")
+    ID_TWICE = ("annotation id used twice", "both kept")
+    ID_FORM = ("id written as text here and as a number there", "taken as the same id")
+    MASK = ("mask", "box drawn around it")
+    FROM_ZERO = ("coordinate 0 where the first pixel is 1", "clipped; say --first-pixel 0")
+    CLIPPED = ("box that reaches over the picture's edge", "clipped")
+    RESPELT = ("label that an answer or a tokenizer cannot hold as it stands", "respelt, as shown")
+    MERGED = ("two classes that get one label", "joined, as shown")
+
+    def __init__(self, found: str, done: str) -> None:
+        self.found, self.done = found, done
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """Counts of one import."""
+
+    counts: Counter[ImportIssue] = field(default_factory=Counter)
+    first: dict[ImportIssue, str] = field(default_factory=dict)
+    num_annotations: int = 0
+    """Objects that the source lists."""
+
+    def add(self, issue: ImportIssue, where: object) -> None:
+        """``where``: file and line, shown for the first one."""
+        self.counts[issue] += 1
+        self.first.setdefault(issue, str(where))
+
+    def table(self) -> RenderableType:
+        """One line per issue; nothing where there was none."""
+        table = Table(box=box.SQUARE)
+        table.add_column("found")
+        table.add_column("times", justify="right")
+        table.add_column("handled")
+        table.add_column("first", overflow="fold")
+        for issue in ImportIssue:
+            if count := self.counts[issue]:
+                table.add_row(issue.found, f"{count:,}", issue.done, Text(_shown(self.first[issue])))
+        return table if table.row_count else Group()
+
+    def words(self) -> Iterator[str]:
+        """The same in words, for an error."""
+        for issue in ImportIssue:
+            if count := self.counts[issue]:
+                yield f"{issue.found}: {count:,} (first {_shown(self.first[issue])})"
+
+
+def _shown(text: str) -> str:
+    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 class AnnotatedObject(NamedTuple):
@@ -56,6 +141,16 @@ class AnnotatedImage:
     """Width and height, where the source says them."""
 
 
+@dataclass(frozen=True, slots=True)
+class AnnotatedSet:
+    """All of a source. ``labels`` of its classes, in its order."""
+
+    images: Sequence[AnnotatedImage]
+    labels: Sequence[str]
+    class_file: Path | None = None
+    """That names the classes, where a file of its own does."""
+
+
 class LabelSpelling:
     """Labels of classes as rows spell them. Two classes that get one label are told."""
 
@@ -69,20 +164,12 @@ class LabelSpelling:
         shown = f"{of} {name!r}".strip()
         if shown not in self._labels:
             label = self._labels[shown] = spell_label(name)
-            if label != name.strip(" "):
+            if label != name.strip():
                 self._report.add(ImportIssue.RESPELT, f"{name} → {label}")
             other = self._class_of.setdefault(label, shown)
             if label and other != shown:
                 self._report.add(ImportIssue.MERGED, f"{other} and {shown} → {label}")
         return self._labels[shown]
-
-
-def in_order(box: Sequence[float], where: str, report: ImportReport) -> Box:
-    """``box`` with its smaller edges first; told if they were not."""
-    x1, y1, x2, y2 = box
-    if x1 > x2 or y1 > y2:
-        report.add(ImportIssue.SWAPPED, where)
-    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
 def short(value: float) -> float:
@@ -148,7 +235,7 @@ class ImageFolder:
         slashed = written.replace("\\", "/")
         spellings = list(dict.fromkeys((written, slashed, unquote(written), unquote(slashed))))
         for name in spellings:
-            if _is_file(self.folder, name):
+            if os.path.isfile(os.path.join(self.folder, name)):
                 return os.path.normpath(name)
         for name in spellings:
             suffix = os.path.splitext(name)[1].lower()
@@ -170,42 +257,14 @@ def stem_of(name: str) -> str:
     return unicodedata.normalize("NFC", stem if known else stem + suffix)
 
 
-def _is_file(folder: Path, name: str) -> bool:
-    try:
-        return os.path.isfile(os.path.join(folder, name))
-    except ValueError:  # a zero byte or half a character, which no file's name has
-        return False
-
-
 def read_text(path: Path) -> str:
-    """A whole file of UTF-8 or, with a byte order mark, UTF-16.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is other text, or none.
-    """
+    """A whole file of UTF-8. Raises OSError: it cannot be read, ValueError: it is other text, or none."""
     with open_regular(path) as file:
         content = file.read()
-    is_utf_16 = content.startswith(_UTF_16)
-    if b"\0" in content and not is_utf_16:
-        raise ValueError("it holds zero bytes, as UTF-16 without its mark does; save it as UTF-8")
     try:
-        return content.decode("utf-16" if is_utf_16 else "utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        kind = "UTF-16" if is_utf_16 else "UTF-8"
-        raise ValueError(f"it is no {kind} text, at byte {error.start + 1}; save it as UTF-8") from error
-
-
-def lines_of(text: str) -> list[str]:
-    """Lines, which only LF and CR LF end.
-
-    Raises:
-        ValueError: a CR stands alone, as the end of a line or within one.
-    """
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    if any("\r" in line for line in lines):
-        raise ValueError("a CR ends no line here; save it with LF or CR LF")
-    return lines
+        raise ValueError(f"it is no UTF-8 text, at byte {error.start + 1}; save it as UTF-8") from error
 
 
 def number(value: Any) -> float | None:
@@ -239,3 +298,9 @@ def flag(value: Any) -> bool | None:
     if found is not None:
         return {0.0: False, 1.0: True}.get(found)
     return _FLAGS.get(value.strip().lower()) if isinstance(value, str) else None
+
+
+def size_of(width: Any, height: Any) -> tuple[int, int] | None:
+    """Width and height; None where they are no such numbers."""
+    sides = whole(width) or 0, whole(height) or 0
+    return sides if min(sides) > 0 else None

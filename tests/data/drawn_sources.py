@@ -15,6 +15,7 @@ from rich.console import Console
 
 from swift_stage2.data import import_command
 from swift_stage2.data.fault import Rule
+from swift_stage2.data.sources import ImportIssue
 from swift_stage2.data.survey import survey
 
 SIZE = (64, 48)
@@ -52,6 +53,33 @@ def write_coco(
     return path
 
 
+def write_yolo(folder: Path, labels: Mapping[str, str], classes: str = "cat\ndog\n") -> Path:
+    """A picture for each label file."""
+    root = folder / "labels"
+    for name, text in labels.items():
+        draw(folder / "images" / f"{name}.png")
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / f"{name}.txt").write_bytes(text.encode())
+    (root / "classes.txt").write_text(classes, encoding="utf-8")
+    return root
+
+
+def thing(box: tuple[object, ...], *, label: str = "cat", more: str = "") -> str:
+    edges = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+    return f"<object><name>{label}</name>{more}<bndbox>{''.join(f'<{e}>{v}</{e}>' for e, v in edges)}</bndbox></object>"
+
+
+def write_voc(folder: Path, objects: str, picture: str = "a.png", filename: str = "a.png") -> Path:
+    """One more file of XML, named as the picture is."""
+    draw(folder / "images" / picture)
+    root = folder / "xml"
+    root.mkdir(exist_ok=True)
+    size = f"<size><width>{SIZE[0]}</width><height>{SIZE[1]}</height></size>"
+    text = f"<annotation><filename>{filename}</filename>{size}{objects}</annotation>"
+    (root / f"{Path(picture).stem}.xml").write_text(text, encoding="utf-8")
+    return root
+
+
 @dataclass(frozen=True)
 class Imported:
     """Rows by image name, and the lines that were printed."""
@@ -69,10 +97,11 @@ class Imported:
     def names(self) -> list[str]:
         return [Path(row["images"][0]).name for row in self.rows]
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[ImportIssue, int]:
         """The summary's table: what was met, and how often."""
         cells = [[cell.strip() for cell in line.split("│")] for line in self.told.splitlines()]
-        return {row[1]: int(row[2].replace(",", "")) for row in cells if len(row) > 3 and row[2].isdecimal()}
+        counts = {row[1]: int(row[2]) for row in cells if len(row) > 3 and row[2].isdecimal()}
+        return {issue: counts[issue.found] for issue in ImportIssue if issue.found in counts}
 
 
 class Importer:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 
-from swift_stage2.data.import_report import ImportIssue
+from swift_stage2.data.sources import ImportIssue
 
 WIDTH, HEIGHT = SIZE
 NAMES = ("cat", "dog")
@@ -51,15 +51,15 @@ def expected(read: list[Object]) -> list[Object]:
 
 def imported(
     run_import: Importer, kind: str, source: Path, *options: str
-) -> tuple[list[Object], dict[str, int]]:
+) -> tuple[list[Object], dict[ImportIssue, int]]:
     found = run_import(kind, source, *options)
     return [(label, tuple(box)) for label, box in found.of("a.png")], found.counts()
 
 
-def balanced(drawn: int, kept: int, counts: dict[str, int]) -> bool:
+def balanced(drawn: int, kept: int, counts: dict[ImportIssue, int]) -> bool:
     """Every object is kept or told."""
     left_out = (ImportIssue.CROWD, ImportIssue.OUTSIDE, ImportIssue.FLAT, ImportIssue.REPEATED)
-    return drawn == kept + sum(counts.get(issue.found, 0) for issue in left_out)
+    return drawn == kept + sum(counts.get(issue, 0) for issue in left_out)
 
 
 @fast
@@ -106,10 +106,10 @@ def test_yolo_is_what_globox_reads(
         x, y, width, height = x / WIDTH % 1, y / HEIGHT % 1, width / WIDTH, height / HEIGHT
         plain.append(f"{category} {x!r} {y!r} {width!r} {height!r}")
         fields = [data.draw(spelt(each)) for each in (category, x, y, width, height)]
-        behind = data.draw(st.sampled_from(["", " 0.5", " 0.91 7", " 0.9 0.9 2 0.8 0.8 2"]))
+        behind = data.draw(st.sampled_from(["", " 0.5"]))
         lines.append(" ".join(map(str, fields)) + behind)
     ends = data.draw(st.sampled_from(["\n", "\r\n", "\n\n"]))
-    bom = data.draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]))
+    bom = data.draw(st.sampled_from(["utf-8", "utf-8-sig"]))
     (tmp_path / "labels" / "a.txt").write_bytes(ends.join(lines).encode(bom))
     oracle_folder = tmp_path / "oracle"
     oracle_folder.mkdir(exist_ok=True)
