@@ -260,7 +260,9 @@ def test_no_line_ends_the_survey(tmp_path: Path, image: str, line: str) -> None:
 
 def test_rows_whose_columns_show_late_are_told(tmp_path: Path, image: str) -> None:
     """`datasets` takes the columns' types from the first 10 MiB: pyarrow's own words are the reason, not ours."""
-    empty = make_row(image, answer="[]", labels=[], boxes=[], prompt="<image>" + "Detect all objects. " * 1200)
+    empty = make_row(
+        image, answer="[]", labels=[], boxes=[], prompt="<image>" + "Detect all objects. " * 1200
+    )
     rows = [empty] * 450 + [make_row(image)] * 12
     (fault,) = survey([write_rows(tmp_path / "rows.jsonl", rows)]).faults
     assert (fault.rule, fault.place.line) == (Rule.COLUMNS, 451)
