@@ -262,11 +262,11 @@ def write_file(path: Path, text: str) -> None:
     """Puts a file in its place whole, its folder too. Raises UserError: it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text, is_private=True)
+        write_whole(path, text, errors="replace", is_private=True)
     except OSError as error:
         raise UserError(
             f"{path} must be a file that can be written: {error.strerror}",
-            remedy="name another folder with --output",
+            remedy="name another place with --output",
         ) from error
 
 

@@ -33,7 +33,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
 from swift_stage2.report.content import Section, Sentence, Tone
-from swift_stage2.report.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.report.rendering import PageContent, page_of, terminal_report
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 
@@ -195,7 +195,7 @@ def _tell(told: _Told, options: argparse.Namespace) -> None:
         state=f"{told.facts['num_images']:,} images",
         sections=told.sections,
     )
-    write_page(folder / "evaluation.html", page_of(content))
+    write_file(folder / "evaluation.html", page_of(content))
     if not options.json:
         say(f"page: {folder / 'evaluation.html'}")
 

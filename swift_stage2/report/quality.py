@@ -13,7 +13,7 @@ from pathlib import Path
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.data.drawing import Drawing, gallery_image
 from swift_stage2.data.recorded import RecordedRow, read_evaluations
-from swift_stage2.data.scores import DetectionScores, detection_data
+from swift_stage2.data.scores import Counts, DetectionScores, detection_data
 from swift_stage2.report.content import (
     Gallery,
     Part,
@@ -48,6 +48,16 @@ class RowEvaluation:
         rows = [self.rows[row] for row in sorted(self.rows)]
         truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
         return DetectionScores(detection_data(truths, rows))
+
+    @cached_property
+    def matched(self) -> Mapping[int, tuple[tuple[int, int, float], ...]]:
+        """By row, (prediction, true object, IoU) of each pair."""
+        return dict(zip(sorted(self.rows), self.scores.matched(), strict=True))
+
+    @cached_property
+    def counts(self) -> Mapping[str, Counts]:
+        """By label."""
+        return self.scores.counts("class")
 
 
 def evaluations_of(run: RunData) -> list[RowEvaluation]:

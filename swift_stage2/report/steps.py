@@ -199,7 +199,7 @@ def _verdict(account: RunAccount) -> Sentence:
     has_ended = all(rank.has_ended for rank in account.ranks)
     has_unused = any(rank.unused for rank in account.ranks)
     ended = "quarantined, compared and unused" if has_unused else "quarantined"
-    open_ended = "" if has_ended else "; up to the last record, for no end is told"
+    open_ended = "" if has_ended else "; up to the last event, for no end is told yet"
     return Sentence(
         f"balanced: every sample drawn was trained once, {ended}, or is in hand{open_ended}", Tone.GOOD
     )
