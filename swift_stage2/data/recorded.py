@@ -13,11 +13,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.parsing import TrueObjects
@@ -36,8 +35,6 @@ from swift_stage2.data.scores import DetectionScores, detection_data
 from swift_stage2.records import Rollout, image_paths
 from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
-from swift_stage2.telemetry.event_log import log_paths, ranks_of, read_logs
-from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.whole_file import regular_lines, write_whole
 
 if TYPE_CHECKING:  # a report must open without torch
@@ -55,17 +52,6 @@ class RecordedRow(Prediction):
     row: int
     file: str | None = None
     truth: LabelledBoxes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedEvaluation:
-    """One evaluation that counts, and its rows in their order."""
-
-    due_step: int
-    step: int
-    """At which it began, and where its points stand in TensorBoard."""
-    version: int
-    rows: tuple[RecordedRow, ...]
 
 
 _FORM = TypeAdapter(RecordedRow)
@@ -202,49 +188,21 @@ class EvaluationKeeper:
         if self._directory is None or not rows:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"step{evaluation.due_step:06d}.v{evaluation.version:06d}.jsonl"
-        lines = (as_line(row, evaluation) + "\n" for row in rows)
-        write_whole(self._directory / name, "".join(lines), is_private=True)
+        path = evaluation_file(self._directory, evaluation.due_step, evaluation.version)
+        write_whole(path, "".join(as_line(row, evaluation) + "\n" for row in rows), is_private=True)
 
 
 def evaluations_directory(run_dir: Path) -> Path:
     return run_dir / "evaluations"
 
 
-def read_evaluations(run_dirs: Sequence[Path]) -> list[RecordedEvaluation]:
-    """The evaluations of one run that count, oldest first: those that its log tells, or all where there is none.
-
-    Lines of another form are left out. Raises:
-        UserError: a log cannot be read.
-    """
-    ranks = ranks_of(read_logs([each for each in run_dirs if log_paths(each)]))
-    ended = (each for rank in ranks.values() for each in rank.of(Evaluation))
-    told = {(each.due_step, each.begun_step, each.version) for each in ended}
-    found: dict[int, RecordedEvaluation] = {}
-    files: list[tuple[int, Path]] = []
-    for path in chain.from_iterable(evaluations_directory(each).glob("step*.jsonl") for each in run_dirs):
-        with suppress(FileNotFoundError):  # removed meanwhile
-            files.append((path.stat().st_mtime_ns, path))
-    for _, path in sorted(files):  # a resumed run asks one anew
-        evaluation = _read(path)
-        if evaluation is None:
-            continue
-        if not ranks or (evaluation.due_step, evaluation.step, evaluation.version) in told:
-            found[evaluation.due_step] = evaluation
-    return [found[due_step] for due_step in sorted(found)]
+def evaluation_file(directory: Path, due_step: int, version: int) -> Path:
+    return directory / f"step{due_step:06d}.v{version:06d}.jsonl"
 
 
-def _read(path: Path) -> RecordedEvaluation | None:
-    rows: list[RecordedRow] = []
-    head: dict[str, Any] = {}
-    try:
-        lines = list(regular_lines(path))
-    except OSError:
-        return None  # removed meanwhile
-    for line in lines:
-        with suppress(ValidationError, ValueError, RecursionError):
-            rows.append(_FORM.validate_json(line))
-            head = json.loads(line)
-    if not all(type(head.get(key)) is int for key in ("due_step", "step", "version")):
-        return None
-    return RecordedEvaluation(head["due_step"], head["step"], head["version"], tuple(rows))
+def read_recorded(path: Path) -> Iterator[RecordedRow]:
+    """The rows of one evaluation. Lines of another form are left out; there is none without the file."""
+    with suppress(OSError):
+        for line in regular_lines(path):
+            with suppress(ValueError, RecursionError):
+                yield _FORM.validate_json(line)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.data.drawing import Drawing, gallery_image
-from swift_stage2.data.recorded import RecordedRow, read_evaluations
+from swift_stage2.data.recorded import RecordedRow, evaluation_file, evaluations_directory, read_recorded
 from swift_stage2.data.scores import Counts, DetectionScores, detection_data
 from swift_stage2.report.content import (
     Gallery,
@@ -61,16 +61,15 @@ class RowEvaluation:
 
 
 def evaluations_of(run: RunData) -> list[RowEvaluation]:
-    """Those that ended and of which rows with boxes were kept, by step.
-
-    Raises:
-        UserError: a log cannot be read.
-    """
-    found = (
-        RowEvaluation(each.step, each.version, {row.row: row for row in each.rows if _has_boxes(row)})
-        for each in read_evaluations(run.run_dirs)
-    )
-    return [each for each in found if each.rows]
+    """Those that ended and of which rows with boxes were kept, by step; what a resumed run asked anew counts."""
+    found = []
+    for _, told in sorted({each.due_step: each for each in run.first.of(Evaluation)}.items()):
+        folders = map(evaluations_directory, run.run_dirs)
+        files = (evaluation_file(folder, told.due_step, told.version) for folder in folders)
+        rows = {row.row: row for file in files for row in read_recorded(file) if _has_boxes(row)}
+        if rows:
+            found.append(RowEvaluation(told.begun_step, told.version, rows))
+    return found
 
 
 def _has_boxes(row: RecordedRow) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import ended_evaluation
 from PIL import Image
 from real_model import rollout_of
 
@@ -24,20 +23,17 @@ from swift_stage2.data.recorded import (
     Scored,
     as_line,
     evaluations_directory,
-    read_evaluations,
+    read_recorded,
     recorded_row,
 )
 from swift_stage2.records import (
-    EvaluationCounts,
     MatchQuality,
     ObjectMatch,
     Sample,
     SampleKey,
     Target,
 )
-from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.telemetry.events import Checkpoint
-from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 
 FIRST = RunningEvaluation(due_step=100, begun_step=104, version=3)
 QUESTION = {"role": "user", "content": "<image>find"}
@@ -174,8 +170,7 @@ def test_all_ranks_rows_are_in_one_file_that_evaluate_reads(tmp_path: Path) -> N
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     found = read_predictions(file, read_rows(tmp_path / "val.jsonl"))
     assert [each and each.objects for each in found] == [row.objects for row in ROWS]
-    (read,) = read_evaluations([tmp_path])
-    assert (read.due_step, read.step, read.version, read.rows) == (100, 104, 3, ROWS)
+    assert tuple(read_recorded(file)) == ROWS
 
 
 def test_scores_are_coco_s_and_those_over_thresholds() -> None:
@@ -210,40 +205,3 @@ def test_no_line_of_a_rank_spoils_a_run() -> None:
     keeper.take(FIRST, ["{}"])
     (scored,) = keeper.close()
     assert "ValidationError" in scored.fault
-
-
-# --- a run -------------------------------------------------------------------------------------------
-
-
-def told(telemetry: Telemetry, evaluation: RunningEvaluation, ended_step: int) -> None:
-    telemetry.record_evaluation(
-        ended_evaluation(evaluation, ended_step, EvaluationEnd.COMPLETE, EvaluationCounts(2, 2))
-    )
-
-
-def test_evaluations_that_a_resume_made_void_do_not_count(tmp_path: Path) -> None:
-    keeper = EvaluationKeeper(evaluations_directory(tmp_path), OBJECT_LIST)
-    second = RunningEvaluation(200, 200, 4)
-    for first_step, evaluations in ((0, (FIRST, second)), (150, ())):
-        telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
-        telemetry.record_start(run_id=str(first_step), step=first_step, save_id="s" if first_step else None)
-        for evaluation in evaluations:
-            if evaluation is second:
-                telemetry.log.write(Checkpoint(step=150, save_id="s"))
-            told(telemetry, evaluation, evaluation.begun_step + 5)
-            keep(keeper, evaluation, ROWS)
-        telemetry.close()
-        if not first_step:
-            assert [each.due_step for each in read_evaluations([tmp_path])] == [100, 200]
-    assert [each.due_step for each in read_evaluations([tmp_path])] == [100]
-
-
-def test_of_an_evaluation_that_a_resumed_run_asked_anew_the_newest_counts(tmp_path: Path) -> None:
-    keeper = EvaluationKeeper(evaluations_directory(tmp_path), OBJECT_LIST)
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
-    telemetry.record_start(run_id="r", step=0)
-    for version in (9, 8):
-        evaluation = RunningEvaluation(100, 104, version)
-        told(telemetry, evaluation, 110)
-        keep(keeper, evaluation, ROWS)
-    assert [each.version for each in read_evaluations([tmp_path])] == [8]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from evaluated_run import Scene, evaluated_run, grid_scene
+from evaluated_run import Scene, evaluated_run, grid_scene, write_file
+from run_files import RunFiles
 
 from swift_stage2.cli import main
 from swift_stage2.data.recorded import evaluations_directory
@@ -54,6 +55,20 @@ def test_precision_and_recall_over_steps_are_those_of_hand_counts(tmp_path: Path
         [str(step), str(NUM_ROWS), f"{2 * each / (each + num_true):.3f}"]
         for step, each in zip((8, 16, 24), kept, strict=True)
     ]
+
+
+def test_only_evaluations_that_the_log_tells_of_count_and_the_last_of_what_was_asked_anew(
+    tmp_path: Path, told: Told
+) -> None:
+    run = RunFiles(tmp_path).start().train(8)
+    for version, said in enumerate((TRUTH, without(TRUTH, 0, 1), TRUTH)):
+        run.version = version
+        write_file(run, TRUTH, said)
+        if version < 2:
+            run.evaluate()
+    run.end()
+    (row,) = told.rows(tmp_path, "detection")
+    assert (row[0], row[-1]) == ("8", f"{16 * 2 / (16 + 18):.3f}")
 
 
 def test_an_answer_that_was_cut_off_says_nothing_of_what_it_lacks(tmp_path: Path, told: Told) -> None:
