@@ -68,11 +68,10 @@ def test_totals_and_wall_time_are_of_one_moment_whoever_switches() -> None:
 def test_a_block_returns_to_the_outer_activity_also_when_it_raises() -> None:
     clock = ActivityClock(Ticks())
     clock.switch("busy")
-    with pytest.raises(RuntimeError), clock.activity("syncing"):
-        with clock.activity("waiting"):
-            assert clock.current is Activity.WAITING
+    with clock.activity("syncing"):
+        with pytest.raises(RuntimeError), clock.activity("waiting"):
+            raise RuntimeError
         assert clock.current is Activity.SYNCING
-        raise RuntimeError
     assert clock.current is Activity.BUSY
 
 
