@@ -16,8 +16,9 @@ from telemetry.run_facts import pack, round_outcome, step
 
 from swift_stage2.cli import main as command_line
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import held_ports, read_scores
+from swift_stage2.demo.demo_config import read_scores
 from swift_stage2.demo.run import problems_of
+from swift_stage2.runtime.network import is_free
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.facade import Telemetry
@@ -96,7 +97,7 @@ def test_what_it_leaves_is_a_run_that_can_be_looked_at_and_repeated(
 def test_no_process_and_no_port_is_left(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, directory = finished
     server = load_config(directory / "config.yaml").rollout.servers[0]
-    assert held_ports((server.port, server.group_port)) == []
+    assert all(is_free("127.0.0.1", port) for port in (server.port, server.group_port))
     mentions = [process for process in psutil.process_iter(["cmdline"]) if _mentions(process, str(directory))]
     assert mentions == []
 

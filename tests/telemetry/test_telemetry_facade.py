@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from swift_stage2.telemetry.events import (
     EvaluationPost,
     Losses,
     Metrics,
-    Start,
     Step,
     Warned,
 )
@@ -53,32 +53,21 @@ class Ranks:
             started(run_dir, rank, world_size, tensorboard=True, total_steps=100, **options)
             for rank in range(world_size)
         ]
-        self._barrier = threading.Barrier(world_size)
-        self._texts = [""] * world_size
-        self.num_collectives = 0
 
     def merge(self, at: int) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = [{} for _ in self.telemetry]
+        """What each rank gets from one collective, in which all meet."""
+        meeting, texts = threading.Barrier(len(self.telemetry)), [""] * len(self.telemetry)
 
-        def work(rank: int) -> None:
-            results[rank] = self.telemetry[rank].merge_and_write(at, self._gather(rank), epoch=0.5)
+        def work(rank: int) -> dict[str, float]:
+            def gather(text: str) -> Sequence[str]:
+                texts[rank] = text
+                meeting.wait(20)
+                return texts
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.telemetry))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        return results
+            return self.telemetry[rank].merge_and_write(at, gather, epoch=0.5)
 
-    def _gather(self, rank: int) -> Callable[[str], Sequence[str]]:
-        def gather(text: str) -> Sequence[str]:
-            self._texts[rank] = text
-            if rank == 0:
-                self.num_collectives += 1
-            self._barrier.wait(20)
-            return tuple(self._texts)
-
-        return gather
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(work, range(len(self.telemetry))))
 
     def step(self, *args: object, **fields: object) -> None:
         for telemetry in self.telemetry:
@@ -195,7 +184,6 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     assert events.series("stage2_ab/async/b_debt") == [(2, 0), (5, 2)]
     ratios = dict(events.series("stage2_ab/async/b_ratio_realized"))
     assert ratios == pytest.approx({2: 1 / 3, 5: 1 / 6})
-    assert ranks.num_collectives == 2
 
 
 def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
@@ -305,14 +293,6 @@ def test_the_time_of_earlier_processes_is_in_no_step_of_this_one(tmp_path: Path)
     (first,), (last,) = told(tmp_path, Step), told(tmp_path, Metrics)
     assert sum(first.activity_ns.values()) < an_hour_ns
     assert last.activity_ns["busy"] == an_hour_ns
-
-
-def test_a_start_tells_the_settings(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
-    telemetry.record_start(run_id="r", step=0, seed=7, decoding={"temperature": 0.01}, config={"a": {"b": 1}})
-    telemetry.close()
-    (start,) = told(tmp_path, Start)
-    assert (start.seed, start.decoding, start.config) == (7, {"temperature": 0.01}, {"a": {"b": 1}})
 
 
 def test_a_process_that_ends_before_its_start_tells_neither_numbers_nor_an_end(tmp_path: Path) -> None:

@@ -11,25 +11,6 @@ from small_disk import SmallDisk
 from swift_stage2.telemetry.display import TensorBoardSink
 
 
-def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_scalars(5, {"a/b": 1.5, "a/c": -2.0})
-    sink.write_scalars(10, {"a/b": 2.5})
-    sink.close()
-    events = EventFiles(tmp_path)
-    assert events.tags == {"a/b", "a/c"}
-    assert events.series("a/b") == [(5, 1.5), (10, 2.5)]
-
-
-def test_no_file_without_a_write_and_none_after_close(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path / "runs")
-    sink.write_scalars(1, {})
-    sink.close()
-    sink.close()
-    sink.write_scalars(2, {"a": 1.0})
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )  # of the writer's own thread
