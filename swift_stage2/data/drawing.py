@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import FiniteFloat
@@ -21,7 +20,7 @@ from pydantic import FiniteFloat
 from swift_stage2.errors import SampleError
 from swift_stage2.servers.image_opening import FORMATS, content_of
 
-GALLERY_SIDE, _QUALITY = 384, 60
+_SIDE, _QUALITY = 384, 60
 """Pixels of a picture's longer side, and WebP's quality."""
 _LEAST_SIDE = 320  # smaller images are enlarged, so that labels can be read
 _TRUTH, _MATCHED, _MISSED, _FALSE = "#0072b2", "#009e73", "#b87400", "#d6278f"
@@ -37,10 +36,6 @@ _OTHER_FONTS = (
     "DejaVuSans.ttf",
 )
 _Place = tuple[FiniteFloat, ...]
-
-
-class UnreadableImage(Exception):
-    """There is no picture; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,7 @@ def gallery_image(
         return "", "the image has no path"
     try:
         canvas = draw(drawing, path, size, likeness)
-    except (SampleError, UnreadableImage) as reason:
+    except SampleError as reason:
         return "", str(reason)
     except Exception as error:  # decoders of damaged files raise anything
         return "", f"no image that can be read: {type(error).__name__}"
@@ -70,15 +65,13 @@ def gallery_image(
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}", ""
 
 
-def draw(
-    drawing: Drawing, image: Any, size: tuple[int, int], likeness: str, most_side: int = GALLERY_SIDE
-) -> Image.Image:
+def draw(drawing: Drawing, path: str, size: tuple[int, int], likeness: str) -> Image.Image:
     """The picture with a legend. ``size``: width and height that places are measured in; ``likeness``: what pairs have.
 
     Raises:
-        SampleError, UnreadableImage, OSError and whatever else decoders raise: the image cannot be read.
+        SampleError, OSError and whatever else decoders raise: the image cannot be read.
     """
-    picture = _opened(image, most_side)
+    picture = _opened(path)
     if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     canvas = Image.new("RGB", (max(picture.width, _LEAST_SIDE), picture.height + 2 * _LINE_PIXELS), "white")
@@ -104,16 +97,16 @@ def draw(
     return canvas
 
 
-def _opened(image: Any, most_side: int) -> Image.Image:
-    """The image in RGB, of at most ``most_side`` pixels a side."""
+def _opened(path: str) -> Image.Image:
+    """The image in RGB, of at most ``_SIDE`` pixels a side."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(content_of(image)), formats=FORMATS) as opened:
+        with Image.open(io.BytesIO(content_of(path)), formats=FORMATS) as opened:
             if opened.width * opened.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
-                raise UnreadableImage(f"the image has too many pixels: {opened.width} × {opened.height}")
-            opened.draft("RGB", (most_side, most_side))
+                raise SampleError(f"the image has too many pixels: {opened.width} × {opened.height}")
+            opened.draft("RGB", (_SIDE, _SIDE))
             small = opened.convert("RGB")
-    small.thumbnail((most_side, most_side))
+    small.thumbnail((_SIDE, _SIDE))
     return small
 
 
