@@ -8,14 +8,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.data.coco_file import read_coco
 from swift_stage2.data.picture import TURN
-from swift_stage2.data.rows import LABELS, ImagePlacer, RowStyle
+from swift_stage2.data.rows import LABELS, check_prompt, place_objects, row_of
 from swift_stage2.data.sources import AnnotatedSet, ImageFolder, ImportIssue, ImportReport
 from swift_stage2.data.voc_folder import read_voc
 from swift_stage2.data.yolo_folder import read_yolo
@@ -24,7 +23,6 @@ from swift_stage2.runtime.output import SafeConsole, check_new_file, going_on, p
 from swift_stage2.runtime.parser import CommandParser, real_number
 from swift_stage2.whole_file import whole_file
 
-_EVERY = 50  # images between two movements of the bar
 _PROMPT = "Detect all objects."
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
@@ -45,17 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "--images must be a folder", got=f"{options.images}, which is none", remedy="correct the path"
         )
-    style = RowStyle(prompt=options.prompt, dialect=DIALECTS[options.dialect])  # refuses a wrong prompt
+    check_prompt(options.prompt)
     report = ImportReport()
     # Absolute, so that rows are right wherever they are read from.
     folder = ImageFolder(options.images.absolute())
     with going_on("import", f"reading {options.source}"):
         source = _read(options, report, folder)
-    if LABELS in options.prompt:
-        style = replace(style, labels=source.labels)
-    placer = ImagePlacer(folder.folder, report)
     try:
-        written = _write(source, style, placer, options, outputs)
+        written = _write(source, report, folder.folder, options, outputs)
     except OSError as error:
         raise UserError(
             "--output must be a file that can be written", got=str(error), remedy="name another"
@@ -77,26 +72,25 @@ def _read(options: argparse.Namespace, report: ImportReport, folder: ImageFolder
 
 def _write(
     source: AnnotatedSet,
-    style: RowStyle,
-    placer: ImagePlacer,
+    report: ImportReport,
+    folder: Path,
     options: argparse.Namespace,
     outputs: Sequence[Path],
 ) -> list[str]:
     """A line for each file: how much it holds. Raises OSError or UserError; then there is none."""
-    report = placer.report
+    prompt, dialect = options.prompt.replace(LABELS, ", ".join(source.labels)), DIALECTS[options.dialect]
     num_images, num_objects = Counter[Path](), Counter[Path]()
     with ExitStack() as stack:
         files = {path: stack.enter_context(whole_file(path)) for path in outputs}
         move_to = stack.enter_context(progress_bar(len(source.images), "images"))
         for number, image in enumerate(source.images):
-            if number % _EVERY == 0:
-                move_to(number)
-            if (placed := placer.place(image)) is None:
+            move_to(number)
+            if (placed := place_objects(image, folder, report)) is None:
                 continue
             path = outputs[-1] if _is_held_out(image.name, options) else outputs[0]
-            files[path].write(style.row(placed))
+            files[path].write(row_of(os.path.join(folder, image.name), placed, prompt, dialect))
             num_images[path] += 1
-            num_objects[path] += len(placed.objects)
+            num_objects[path] += len(placed)
         found = "; ".join(report.words()) or "nothing odd"
         if not num_images.total():
             raise DatasetError("SOURCE must give rows", got=f"none: {found}", remedy="mend what is named")
