@@ -51,7 +51,6 @@ class RunReport(PageContent):
 def report_of(run: RunData) -> RunReport:
     """Computes the whole report; opens the images of its gallery."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
-    matches = matches_of(run.ranks)
     summary, works = summary_of(run.ranks), works_of(run)
     found = slowest(works)
     evaluations = evaluations_of(run)
@@ -61,11 +60,11 @@ def report_of(run: RunData) -> RunReport:
         time_section(run, summary),
         queue_section(run, summary),
         rounds_section(summary),
-        quality_section(run, summary, matches),
+        quality_section(run, summary),
         detection_section(evaluations),
         suspects_section(suspects_of(evaluations)),
         account_section(account, run.ranks),
-        Section("gallery", "Gallery", filled([gallery_of(matches)])),
+        Section("gallery", "Gallery", filled([gallery_of(matches_of(run.ranks), run.likeness)])),
         *_next_section(run),
     )
     return RunReport(

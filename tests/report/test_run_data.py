@@ -55,8 +55,8 @@ def test_what_a_resume_made_void_is_left_out_also_elsewhere(tmp_path: Path) -> N
         assert rank.steps[8].activity_ns["other"]  # of the second process
         assert [each.step for each in rank.of(Round)] == [0, 4, 8]
         assert [each.step for each in rank.of(Metrics)] == [10, None]  # the first process's 10 is void
-        (logged,) = matches_of(found.ranks)
-        assert logged.match.truth[0][0] == "kept"
+        ((_, match),) = matches_of(found.ranks)
+        assert match.truth[0][0] == "kept"
         # The step that the kill cut off has no length; nor has the one before the resume.
         assert [step.step for step in trained_steps(rank)] == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
         assert account_of(found.logs, found.doubts).is_balanced
@@ -75,8 +75,8 @@ def test_a_draw_that_was_repeated_counts_once(tmp_path: Path) -> None:
     run.match([0, 1, 1, 0])
     run.match([0, 1, 1, 0], label="asked again")
     run.end()
-    (found,) = matches_of([first(tmp_path)])
-    assert found.match.truth[0][0] == "asked again"
+    ((_, match),) = matches_of([first(tmp_path)])
+    assert match.truth[0][0] == "asked again"
 
 
 @pytest.mark.parametrize(("save_id", "step", "is_told"), [("s1", 6, True), ("s2", 6, False), ("s0", 0, True)])
