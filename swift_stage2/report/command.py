@@ -51,11 +51,10 @@ class RunReport(PageContent):
 def report_of(run: RunData) -> RunReport:
     """Computes the whole report; opens the images of its gallery."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
-    summary, works = summary_of(run.ranks), works_of(run)
-    found = slowest(works)
+    summary, speed = summary_of(run.ranks), slowest(works_of(run))
     evaluations = evaluations_of(run)
     sections = (
-        verdict_section(works, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
+        verdict_section(speed, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
         steps_section(summary),
         time_section(run, summary),
         queue_section(run, summary),
@@ -73,7 +72,7 @@ def report_of(run: RunData) -> RunReport:
         state=state_of(run),
         sections=sections,
         account=account,
-        speed=found if isinstance(found, Speed) else None,
+        speed=speed if isinstance(speed, Speed) else None,
         is_balanced=account.is_balanced if account else True,
     )
 

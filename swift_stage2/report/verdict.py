@@ -241,9 +241,8 @@ def _spent(step: Step, *activities: Activity) -> float:
     return sum(step.activity_ns.get(activity, 0) for activity in activities) / NANOSECONDS
 
 
-def verdict_section(works: Sequence[RankWork], summary: RunSummary, b_ratio: float | None) -> Section:
+def verdict_section(speed: Speed | str, summary: RunSummary, b_ratio: float | None) -> Section:
     """``b_ratio`` as it is set; None where the run did not write it down."""
-    speed = slowest(works)
     unused = summary.unused_b
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if isinstance(speed, Speed):

@@ -233,9 +233,9 @@ def test_steps_that_were_skipped_come_with_a_setting_or_a_section(
     skips: dict[str, int], names: list[str]
 ) -> None:
     """Two of six: what trained was hidden whole, and yet the run did not do what was wanted."""
-    speed = work(TEN_AND_TEN, pipeline_s={"asking": 1.0})
+    speed = measure(work(TEN_AND_TEN, pipeline_s={"asking": 1.0}))
     told = summary(num_b_run=2, num_b_wanted=6, skips=skips)
-    section = verdict_section([speed], told, B_RATIO)
+    section = verdict_section(speed, told, B_RATIO)
     sentences = " ".join(part.text for part in section.parts if isinstance(part, Sentence))
     assert all(name in sentences for name in names)
     assert "the 4 of 6 wanted B steps that did not run count in neither" in sentences
@@ -245,6 +245,6 @@ def test_steps_that_were_skipped_come_with_a_setting_or_a_section(
 
 def test_more_than_the_bound_is_told_as_the_bound() -> None:
     steps = [step("A", 1.0)] * 6 + [step("A", 0.5)] * 5 + [step("B", 1.0)] * 6 + [step("B", 0.5)] * 5
-    section = verdict_section([work(steps, pipeline_s={"asking": 1.0})], summary(), B_RATIO)
+    section = verdict_section(measure(work(steps, pipeline_s={"asking": 1.0})), summary(), B_RATIO)
     headline = next(part for part in section.parts if isinstance(part, Headline))
     assert ("reached", "100%", "of the bound") in headline.numbers
