@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def row(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     image = make_image(tmp_path_factory.mktemp("images") / "a.jpg", orientation=6)
     return make_row(image, bbox_type="real", image_id=[0])
+
+
+def test_a_row_of_brackets_is_a_fault(tmp_path: Path, row: dict[str, Any]) -> None:
+    found = survey([write_rows(tmp_path / "rows.jsonl", ["[" * 100_000, row])])
+    assert (found.num_rows, found.num_bad_rows, found.faults[0].place.line) == (2, 1, 1)
 
 
 @given(data=st.data())

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageOps
 from row_files import ANSWER, make_image, make_row, write_rows
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.data.fault import Rule
 from swift_stage2.data.files import local_files
+from swift_stage2.data.picture import look_at
 from swift_stage2.data.survey import MOST_KEPT, survey
 from swift_stage2.errors import DatasetError
 
@@ -226,38 +228,6 @@ def test_a_rotated_picture_is_told_and_its_boxes_are_on_the_stored_one(tmp_path:
     assert f"{file}:1: an image should carry no EXIF rotation, got orientation=6" in str(first)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[" * 100_000,
-        '{"messages": [{"role": "assistant", "content": null}]}',
-        '{"messages": [{"role": "assistant", "content": 7}]}',
-        '{"messages": [7, {"role": "assistant", "content": "x"}]}',
-        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
-        '{"messages": [{"content": "Detect."}, {"role": "assistant", "content": "x"}]}',
-        '{"messages": [{"role": "boss", "content": "Detect."}, {"role": "assistant", "content": "x"}]}',
-        '{"messages": [{"role": "assistant", "content": "x"}], "images": {"path": 7}, "objects": 7}',
-        '{"messages": [{"role": "assistant", "content": "x"}], "images": [[]], "objects": {"ref": 7, "bbox": 7}}',
-        '{"messages": [{"role": "assistant", "content": "x"}], "objects": {"ref": ["a"], "bbox": [[1, 2, 3, 1'
-        + "0" * 400
-        + "]]}}",
-        '{"messages": [{"role": "assistant", "content": "\\ud800"}], '
-        '"objects": {"ref": ["\\ud800"], "bbox": [[1, 2, 3, 4]]}}',
-        '{"messages": [{"role": "assistant", "content": "<bbox>"}], "images": "\\u0000", '
-        '"objects": {"ref": ["a"], "bbox": [[1, 2, 3, 4]], "image_id": "x"}}',
-        '{"messages": [{"role": "assistant", "content": "x"}], '
-        '"objects": {"ref": [[]], "bbox": [["a", {}, null, 1]], "bbox_type": []}}',
-    ],
-)
-def test_no_line_ends_the_survey(tmp_path: Path, image: str, line: str) -> None:
-    found = survey([write_rows(tmp_path / "rows.jsonl", [line, make_row(image)])])
-    assert found.num_rows == 2
-    assert found.num_bad_rows == 1
-    for fault in found.faults:
-        assert fault.place.line == 1
-        str(fault).encode()
-
-
 def test_rows_whose_columns_show_late_are_told(tmp_path: Path, image: str) -> None:
     """`datasets` takes the columns' types from the first 10 MiB: pyarrow's own words are the reason, not ours."""
     empty = make_row(
@@ -303,3 +273,25 @@ def test_an_answer_of_boxes_is_none_of_points(tmp_path: Path, image: str) -> Non
     (fault,) = survey([file], num_coordinates=2).faults
     assert fault.rule is Rule.ANSWER
     assert '[{"point_2d": <bbox>, "label": "<ref-object>"}, …]' in fault.reason
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_stored_size_is_told_with_the_upright_one(tmp_path: Path, orientation: int) -> None:
+    for suffix in ("png", "jpg", "webp"):
+        path = make_image(tmp_path / f"a.{suffix}", orientation=orientation)
+        picture = look_at(path)
+        assert (picture.width, picture.height, picture.orientation) == (40, 30, orientation)
+        with Image.open(path) as stored:
+            assert ImageOps.exif_transpose(stored).size == picture.upright_size
+
+
+def test_a_tiff_is_turned_by_whoever_opens_it(tmp_path: Path) -> None:
+    picture = look_at(make_image(tmp_path / "a.tif", orientation=6))
+    assert (picture.width, picture.height, picture.orientation) == (30, 40, 1)
+
+
+def test_a_damaged_tag_turns_nothing(tmp_path: Path) -> None:
+    path = Path(make_image(tmp_path / "a.jpg", orientation=6))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"Exif\0\0MM", b"Exif\0\0ZZ").replace(b"Exif\0\0II", b"Exif\0\0ZZ"))
+    assert look_at(str(path)).orientation == 1

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict
-from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 from detection_sets import hand_made, random_data
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from swift_stage2.channel_b.matching import iou_matrix, match_objects
 from swift_stage2.config import MatchingConfig
@@ -52,45 +47,6 @@ def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: 
     for name in ("precision", "recall", "f1"):
         mean = np.mean([each[name] for each in by_threshold])
         assert found[f"eval/{name}_50_95"] == pytest.approx(mean)
-
-
-corners = st.tuples(*[st.integers(0, 4)] * 4)
-boxes = corners.map(lambda c: (min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]), max(c[1], c[3])))
-objects = st.lists(st.tuples(st.sampled_from("ab"), boxes), max_size=4)
-
-
-def iou_of_cells(*both: tuple[int, ...]) -> Fraction:
-    one, other = ({(x, y) for x in range(c[0], c[2]) for y in range(c[1], c[3])} for c in both)
-    return Fraction(len(one & other), len(one | other)) if one | other else Fraction(0)
-
-
-def best_pairs(predicted: list[Any], true: list[Any]) -> tuple[int, Fraction]:
-    """By trying every one-to-one assignment: most hits, then the largest sum of IoU."""
-    best = (0, Fraction(0))
-    slots = [*range(len(true)), *([None] * len(predicted))]
-    for chosen in set(itertools.permutations(slots, len(predicted))):
-        ious = [
-            iou_of_cells(predicted[i][1], true[j][1])
-            for i, j in enumerate(chosen)
-            if j is not None and predicted[i][0] == true[j][0]
-        ]
-        hits = [iou for iou in ious if iou >= Fraction(1, 2)]
-        best = max(best, (len(hits), sum(hits, Fraction(0))))
-    return best
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(objects, objects), min_size=1, max_size=2))
-def test_whole_numbers_equal_brute_force(images: list[tuple[list[Any], list[Any]]]) -> None:
-    score = DetectionScores(hand_made([t for _, t in images], [p for p, _ in images])).points()
-    found = [best_pairs(predicted, true) for predicted, true in images]
-    expected = match_ratios(
-        num_predictions=sum(len(predicted) for predicted, _ in images),
-        num_ground_truth=sum(len(true) for _, true in images),
-        num_pairs=sum(hits for hits, _ in found),
-        sum_iou=float(sum((iou for _, iou in found), Fraction(0))),
-    )
-    assert {name: score.get(f"eval/{name}") for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
