@@ -31,7 +31,7 @@ from swift_stage2.data.prediction import (
 from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
-from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
+from swift_stage2.evaluate.served_model import ENGINES, own_server, require_answer
 from swift_stage2.report.content import Section, Sentence, Tone
 from swift_stage2.report.rendering import PageContent, page_of, terminal_report
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
@@ -145,11 +145,11 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
     if not swift.get("external_plugins"):
         recorded_plugins(Path(options.model), "--swift external_plugins=FILE")
     with ExitStack() as stack:
-        own = None
-        if not options.server:
+        base_url = options.server
+        if not base_url:
             engine = ServerEngine(options.engine or ServerEngine.TRANSFORMERS)
-            own = stack.enter_context(own_server(options.model, engine, swift, folder))
-        found = _answers(rows, options, swift, own)
+            base_url = stack.enter_context(own_server(options.model, engine, swift, folder))
+        found = _answers(rows, options, swift, base_url)
     path = folder / PREDICTIONS_FILE
     write_predictions(path, found)
     say(f"predictions: {path}", is_error=True)
@@ -157,7 +157,7 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
 
 
 def _answers(
-    rows: Sequence[TrueRow], options: argparse.Namespace, swift: Mapping[str, Any], own: OwnServer | None
+    rows: Sequence[TrueRow], options: argparse.Namespace, swift: Mapping[str, Any], base_url: str
 ) -> Sequence[Prediction]:
     quieten_libraries()  # here alone: the log of our own server shall tell all
     with going_on("evaluate", "loading torch"):
@@ -172,9 +172,6 @@ def _answers(
     with ExitStack() as stack:
         with going_on("evaluate", "loading the model's template"):
             encoder = stack.enter_context(asking.model_encoder(options.model, options.data, swift))
-        if own is not None:
-            own.wait()  # deadline: its own, of a server that loads
-        base_url = own.base_url if own else options.server
         with progress_bar(len(rows), "answers") as move_to:
             return asking.ask_server(base_url, rows, encoder, questions, move_to)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -93,7 +92,6 @@ class Telemetry:
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
-        self._plans: list[tuple[int, float, dict[str, float]]] = []
         self._has_started = self._closed = False
 
     def record_start(self, **facts: Any) -> None:
@@ -117,7 +115,7 @@ class Telemetry:
         activity_ns = {activity: ns for activity, ns in spent.items() if ns}
         self.log.write(told.model_copy(update={"activity_ns": activity_ns}))
         self.trace.record_last("plan", told.plan_seconds)
-        self._plans.append((told.step, time.time(), scalars_of_plan(told)))
+        self._board.write_scalars(told.step, scalars_of_plan(told), flush=False)
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
@@ -209,7 +207,6 @@ class Telemetry:
         self._window_start = totals
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
-        self._flush_plans()
         self._board.write_scalars(step, values)
         return values
 
@@ -240,7 +237,6 @@ class Telemetry:
         self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
         if self.log.failure:
             logger.warning("the event log lacks its end: %s", self.log.failure)
-        self._flush_plans()
         self._board.close()
         self.clock.end_interval()
         if self._queue_limit is not None:
@@ -285,11 +281,6 @@ class Telemetry:
                 pipeline_ns=None if self._queue_limit is None else self.pipeline.clock.state_dict(),
             )
         )
-
-    def _flush_plans(self) -> None:
-        for step, wall_time, values in self._plans:
-            self._board.write_scalars(step, values, wall_time)
-        self._plans.clear()
 
     def _say_status(self, loss: float | None) -> None:
         if (line := self._status.line(loss)) and self._say is not None:
