@@ -6,7 +6,6 @@ whether other rows write theirs alike, is for ``survey`` to say.
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 _SHOWN = 80
 _SHOWN_PATH = 200
 _IMAGE_TAG = "<image>"
-_MARKS_OF_ORDER = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PIXELS, _SHARES = "real", "norm1"  # ms-swift's names, and the only ones that it tells apart
 _ROLES = ("system", "user", "assistant", "tool", "tool_call", "tool_response")
 
@@ -83,11 +81,6 @@ def _columns(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _read(line: bytes) -> Mapping[str, Any] | str:
     """The row, or what is wrong with its line."""
-    if line.startswith(_MARKS_OF_ORDER) or b"\0" in line:
-        return (
-            "a line must be UTF-8 text, got a byte order mark or zero bytes, as UTF-16 has; save the file as UTF-8 "
-            "without a mark"
-        )
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -32,7 +32,7 @@ from swift_stage2.report.steps import (
     time_section,
 )
 from swift_stage2.report.suspects import suspects_of, suspects_section
-from swift_stage2.report.verdict import Speed, slowest, verdict_section, works_of
+from swift_stage2.report.verdict import Speed, slowest, speed_of, verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.account import RunAccount, account_of
@@ -51,7 +51,7 @@ class RunReport(PageContent):
 def report_of(run: RunData) -> RunReport:
     """Computes the whole report; opens the images of its gallery."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
-    summary, speed = summary_of(run.ranks), slowest(works_of(run))
+    summary, speed = summary_of(run.ranks), slowest([*map(speed_of, run.ranks)])
     evaluations = evaluations_of(run)
     sections = (
         verdict_section(speed, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
@@ -72,7 +72,7 @@ def report_of(run: RunData) -> RunReport:
         state=state_of(run),
         sections=sections,
         account=account,
-        speed=speed if isinstance(speed, Speed) else None,
+        speed=None if speed.lacks else speed,
         is_balanced=account.is_balanced if account else True,
     )
 

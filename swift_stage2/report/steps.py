@@ -39,10 +39,6 @@ def steps_section(summary: RunSummary) -> Section:
     parts: list[Part] = [pairs("Steps", rows)]
     if differing := summary.num_disagreements:
         parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
-    if summary.missing_ranks:
-        missing = ", ".join(map(str, summary.missing_ranks))
-        told = f"The log of rank {missing} is missing; it counts nowhere on this page."
-        parts.append(Sentence(told, Tone.WARN))
     drops = {name: number(total) for name, total in summary.drops.items()}
     parts.append(pairs("Dropped, over all ranks", drops))
     return Section("steps", "What was wanted and what ran", filled(parts))

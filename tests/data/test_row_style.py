@@ -9,7 +9,6 @@ import pytest
 from commands import run_command
 from drawn_sources import Importer, annotation, draw, write_coco
 
-from swift_stage2.data import import_command
 from swift_stage2.data.survey import survey
 from swift_stage2.errors import UserError
 
@@ -85,19 +84,6 @@ def test_choices_that_cannot_be_are_refused_and_nothing_is_left(
     with pytest.raises(UserError, match=told):
         run_import("coco", some_images(tmp_path, 3), *options)
     assert list(tmp_path.rglob("*.jsonl*")) == []
-
-
-def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path) -> None:
-    source, output = some_images(tmp_path, 2), tmp_path / "train.jsonl"
-    argv = ["coco", str(source), "--images", str(tmp_path / "images"), "--output", str(output)]
-    val = tmp_path / "train.val.jsonl"
-    val.write_text("mine")
-    with pytest.raises(UserError, match=r"train\.val\.jsonl, which exists"):
-        import_command.main([*argv, "--split", "0.5"])
-    assert (output.exists(), val.read_text()) == (False, "mine")
-    assert import_command.main(argv) == 0
-    with pytest.raises(UserError, match="add --force"):
-        import_command.main(argv)
 
 
 def test_the_command_as_its_users_call_it(tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ def test_all_faults_of_all_files_are_listed_at_once(tmp_path: Path, image: str) 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda text: b"\xef\xbb\xbf" + text, "a byte order mark"),
-        (lambda text: text.decode().encode("utf-16"), "as UTF-16 has"),
+        (lambda text: b"\xef\xbb\xbf" + text, "Unexpected UTF-8 BOM"),
+        (lambda text: text.decode().encode("utf-16"), "a line must be UTF-8 text"),
         (lambda text: b"[" + text, "rows stand alone"),
         (lambda text: text.rstrip() + b",", "rows stand alone"),
         (lambda text: text.decode().encode("latin-1"), "a line must be UTF-8 text"),

@@ -10,7 +10,7 @@ from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
 from swift_stage2.report.quality import matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.verdict import trained_steps, works_of
+from swift_stage2.report.verdict import speed_of, trained_steps
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import RankEvents, event_path
 from swift_stage2.telemetry.events import Metrics, Round
@@ -31,8 +31,7 @@ def test_the_length_of_every_step_is_that_of_its_training(tmp_path: Path) -> Non
         quiet_s = A_S if step.channel == "A" else B_S
         assert step.seconds == pytest.approx(quiet_s + (BUSY_S if beside else 0))
         assert step.is_quiet == (not beside and (step.step + 1) % 4 != 0)
-    (work,) = works_of(read_run([tmp_path]))
-    assert work.syncing_s == pytest.approx(11 * ROUND_S)
+    assert speed_of(rank).rounds_s == pytest.approx(11 * ROUND_S)
     assert rank.has_ended
 
 
