@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Raises UserError: what is there cannot be exported or written; then nothing is."""
     options = _parse(argv)
     check_new_file(options.output, force=options.force, sources=[options.rows])
-    size = os.path.getsize(options.rows) if os.path.isfile(options.rows) else None
     try:
-        with whole_file(options.output) as file, progress_bar(size, "rows") as move_to:
-            content = coco_of(options.rows, options.images, move_to)
+        with whole_file(options.output) as file, progress_bar(None, f"export {options.rows}"):
+            content = coco_of(options.rows, options.images)
             json.dump(content, file)
             file.write("\n")
     except OSError as error:
@@ -45,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def coco_of(
-    path: Path, folder: Path | None, on_progress: Callable[[int], None] = lambda num_bytes: None
-) -> dict[str, list[dict[str, Any]]]:
+def coco_of(path: Path, folder: Path | None) -> dict[str, list[dict[str, Any]]]:
     """The content of a COCO file. Names are relative to ``folder``; without one they are as rows have them.
 
     Raises:
@@ -57,7 +54,7 @@ def coco_of(
     images: dict[str, dict[str, Any]] = {}
     categories: dict[str, int] = {}
     annotations: list[dict[str, Any]] = []
-    num_bytes, is_within = 0, False
+    is_within = False
     for number, line in numbered_lines(path, "PREDICTIONS"):
         where = f"{path}:{number}"
         found = _as_prediction(line, where) if _is_row(line) else read_prediction(line, where)
@@ -72,7 +69,6 @@ def coco_of(
             ids = {"id": len(annotations) + 1, "image_id": image["id"], "category_id": category_id}
             more = {} if score is None else {"score": score}
             annotations.append({**ids, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, **more})
-        on_progress(num_bytes := num_bytes + len(line))
     if not images:
         raise DatasetError("PREDICTIONS must hold lines", got=f"none in {path}", remedy="name another file")
     if not is_within:

@@ -9,7 +9,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,8 @@ _MOST_CALLS = 1024  # each has a thread
 _MISSING = "{:,} images have no prediction and count as empty answers."
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    facts: dict[str, Any]
-    sections: tuple[Section, ...]
-    num_missing: int
+_Told = tuple[dict[str, Any], tuple[Section, ...], int]
+"""Facts, sections, and how many rows have no prediction."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = read_rows(options.data)
     if _asks(options) or options.output or not options.json:
         check_folder(options.output or _FOLDER)
-    told = _compare(rows, options) if options.compare else _evaluate(rows, options)
-    facts = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS} | told.facts
-    _tell(replace(told, facts=facts), options)
-    return EXIT_INCOMPLETE if told.num_missing else 0
+    facts, sections, num_missing = (_compare if options.compare else _evaluate)(rows, options)
+    head = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS}
+    _tell(head | facts, sections, options)
+    return EXIT_INCOMPLETE if num_missing else 0
 
 
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
@@ -89,8 +85,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": scores.errors(),
     }
-    sections = evaluation_sections(scores, points, bounds, remarks, gallery)
-    return _Told(facts, sections, num_missing)
+    return facts, evaluation_sections(scores, points, bounds, remarks, gallery), num_missing
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
@@ -115,8 +110,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
             if name in after
         },
     }
-    sections = comparison_sections(before, after, bounds, remarks)
-    return _Told(facts, sections, sum(missing))
+    return facts, comparison_sections(before, after, bounds, remarks), sum(missing)
 
 
 def _score(rows: Sequence[TrueRow], predictions: Sequence[Prediction | None]) -> DetectionScores:
@@ -176,21 +170,21 @@ def _answers(
             return asking.ask_server(base_url, rows, encoder, questions, move_to)
 
 
-def _tell(told: _Told, options: argparse.Namespace) -> None:
-    text = json.dumps(told.facts, indent=1)
+def _tell(facts: dict[str, Any], sections: Sequence[Section], options: argparse.Namespace) -> None:
+    text = json.dumps(facts, indent=1)
     if options.json:
         say(*text.splitlines())
     else:
-        SafeConsole().print(terminal_report(told.sections))
+        SafeConsole().print(terminal_report(sections))
     if options.json and options.output is None:
         return
     folder = options.output or _FOLDER
     write_file(folder / "evaluation.json", text + "\n")
     content = PageContent(
         heading="Comparison" if options.compare else "Evaluation",
-        places=[told.facts[name] for name in ("data", "source", "a", "b") if name in told.facts],
-        state=f"{told.facts['num_images']:,} images",
-        sections=told.sections,
+        places=[facts[name] for name in ("data", "source", "a", "b") if name in facts],
+        state=f"{facts['num_images']:,} images",
+        sections=sections,
     )
     write_file(folder / "evaluation.html", page_of(content))
     if not options.json:
