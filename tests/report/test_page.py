@@ -97,6 +97,8 @@ def test_another_place_and_json(run_dir: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(run_dir), "--json"]) == 0
     assert not (run_dir / "report.html").exists()
     found = json.loads(capsys.readouterr().out)
+    assert (found["balanced"], found["provable"], found["violations"]) == (True, True, [])
+    assert [rank["drawn"] for rank in found["ranks"]] == [20]
     assert found["speed"]["fraction"] == pytest.approx(0.9605, abs=1e-4)
     assert list(found["sections"]) == SECTIONS
     output = run_dir / "other.html"
@@ -164,12 +166,3 @@ def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
         ("40", "10", "1 of 2", "0.5", "0.25"),
     ]
     assert table.rows[0][-1] == "round_due"
-
-
-# --- what is missing is told ----------------------------------------------------------------------
-
-
-def test_a_rank_without_its_log_is_named(tmp_path: Path) -> None:
-    RunFiles(tmp_path).start(world_size=3).train(2).end()
-    found = report(tmp_path)
-    assert "every rank has a log, rank 1, 2 of 3 has none" in sentences(found, "ledger")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from contextlib import nullcontext
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from ledger_run import LedgerRun
 from run_files import RunFiles, balanced_ledger
-from small_disk import SmallDisk
 
 from swift_stage2.cli import main
 from swift_stage2.records import ReturnReason
@@ -74,15 +72,6 @@ def test_a_killed_process_leaves_a_balanced_account(tmp_path: Path, two_ranks: l
     assert main(["report", str(tmp_path)]) == 0
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_json_holds_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["balanced"], found["provable"], found["violations"]) == (True, True, [])
-    assert [rank["drawn"] for rank in found["ranks"]] == [4, 4]
-    assert found["ranks"][0]["quarantined"] == {"too_slow": 1}
-
-
 @pytest.mark.parametrize("name", ["absent", "."])
 def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / name)]) == 2
@@ -101,18 +90,6 @@ def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.C
     assert "run report on each, and swift-stage2 evaluate --compare" in line
 
 
-def test_a_read_only_target_is_one_line_with_a_status_of_its_own(
-    small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    balanced_ledger(small_disk.path).end()
-    small_disk.make_read_only()
-    assert main(["report", str(small_disk.path)]) == 2
-    told = capsys.readouterr()
-    (line,) = told.err.splitlines()
-    assert "Read-only file system; name another place with --output" in line
-    assert "balanced: every sample" in told.out  # what it found is told all the same
-
-
 def test_a_run_is_running_killed_or_ended_in_order_and_has_no_next_step_while_it_runs(tmp_path: Path) -> None:
     run = balanced_ledger(tmp_path)
     (tmp_path / "checkpoint-3").mkdir()
@@ -123,18 +100,9 @@ def test_a_run_is_running_killed_or_ended_in_order_and_has_no_next_step_while_it
         with hold_run_directory(tmp_path) if is_held else nullcontext():
             found = report_of(read_run([tmp_path]))
         told.append((found.state.rpartition("; ")[2], found.sections[-1].key))
+        (ledger,) = (section for section in found.sections if section.key == "ledger")
+        assert ("no end is told yet" in str(ledger)) is not has_ended
     assert told == [("running", "gallery"), ("was killed", "next"), ("ended in order", "next")]
-
-
-def test_a_run_without_an_end_is_balanced_up_to_its_last_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = balanced_ledger(tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    assert "up to the last event, for no end is told yet" in " ".join(capsys.readouterr().out.split())
-    run.end()
-    assert main(["report", str(tmp_path)]) == 0
-    assert "no end is told" not in " ".join(capsys.readouterr().out.split())
 
 
 def given_up(run: LedgerRun) -> list[Table]:

@@ -125,25 +125,17 @@ def test_an_evaluation_is_in_every_log_and_in_no_counter(tmp_path: Path) -> None
     assert "stage2_ab/eval/recall" not in events.tags, "there was no ground truth"
 
 
-def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    ranks.telemetry[0].record_scores(RunningEvaluation(10, 12, 5), {"ap": 0.25}, "no room")
-    ranks.close()
-    assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
-    (warning,) = told(tmp_path, Warned)
-    assert "the evaluation that began at step 12 is not whole: no room" in warning.message
-
-
-def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    run = RunningEvaluation(10, 12, 5)
+def test_scores_and_what_an_evaluation_lacks_stand_where_it_began(tmp_path: Path) -> None:
+    telemetry, run = started(tmp_path, tensorboard=True), RunningEvaluation(10, 12, 5)
+    telemetry.record_scores(run, {"ap": 0.25}, "no room")
     for num_answered in (1, 0):
         counts = EvaluationCounts(num_wanted=4, num_answered=num_answered)
-        ranks.telemetry[0].record_evaluation(ended_evaluation(run, 14, EvaluationEnd.ROUND_DUE, counts))
-    ranks.close()
-    (warning,) = told(tmp_path, Warned)
-    assert "began at step 12 has no answer to 4 samples (round_due); " in warning.message
-    assert warning.message.endswith("raise stage2_ab.evaluation.max_round_delay_steps")
+        telemetry.record_evaluation(ended_evaluation(run, 14, EvaluationEnd.ROUND_DUE, counts))
+    telemetry.close()
+    assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
+    fault, no_answer = (each.message for each in told(tmp_path, Warned))
+    assert fault == "the evaluation that began at step 12 is not whole: no room"
+    assert "began at step 12 has no answer to 4 samples (round_due); " in no_answer
 
 
 def test_a_round_that_proves_nothing_says_why_once_per_cause(
@@ -304,21 +296,16 @@ def test_a_process_that_ends_before_its_start_tells_neither_numbers_nor_an_end(t
     assert not told(tmp_path, Metrics) + told(tmp_path, End)
 
 
-def test_only_rank_0_writes_event_files(tmp_path: Path) -> None:
-    telemetry = started(tmp_path, 1, 2, tensorboard=True)
-    telemetry.record_step(step(0))
-    telemetry.close()
-    assert not (tmp_path / "runs").exists()
-    assert [path.name for path in (tmp_path / "events").iterdir()] == ["rank1.jsonl"]
-
-
-def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, events=False)
+@pytest.mark.parametrize(("rank", "events", "files"), [(1, True, ["events"]), (0, False, [])])
+def test_other_ranks_write_no_curves_and_what_is_switched_off_no_file(
+    tmp_path: Path, rank: int, events: bool, files: list[str]
+) -> None:
+    telemetry = started(tmp_path, rank, 2, tensorboard=bool(rank), events=events)
     telemetry.record_step(step(0))
     telemetry.merge_and_write(1, lambda text: [text])
     telemetry.close()
     telemetry.close()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == files
 
 
 @pytest.mark.parametrize("records", [True, False])
