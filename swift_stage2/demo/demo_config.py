@@ -6,7 +6,6 @@ with ``swift-stage2 launch``. Called by the demo and the benches.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -30,7 +29,6 @@ CHILD_ENVIRONMENT = {
 
 PER_DEVICE_BATCH_SIZE = 8
 GRADIENT_ACCUMULATION_STEPS = 2
-SCORES = ("f1", "precision", "recall", "mean_iou", "ap")
 _LOOPBACK = "127.0.0.1"
 _NUM_GENERATIONS = 4  # of a row, where its rollouts are compared
 
@@ -179,13 +177,6 @@ def evaluation_command(rows: Path, checkpoint: Path, output: Path) -> tuple[str,
     words = ("evaluate", "--data", rows, "--model", checkpoint, "--output", output, "--max-new-tokens", 128)
     more = (word for name, value in arguments.items() for word in ("--swift", f"{name}={value}"))
     return (sys.executable, "-m", "swift_stage2", *map(str, words), "--in-flight", "64", *more)
-
-
-def read_scores(output: Path) -> dict[str, float]:
-    """Metrics of all objects that such a command has left, by name, with ``num_images``; a ratio of nothing is 0."""
-    facts = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
-    found = {name.removeprefix("eval/"): fact["value"] for name, fact in facts["metrics"].items()}
-    return dict.fromkeys(SCORES, 0.0) | found | {"num_images": facts["num_images"]}
 
 
 def _swift_arguments(job: DemoJob) -> dict[str, Any]:
