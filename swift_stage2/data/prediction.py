@@ -26,10 +26,11 @@ from swift_stage2.channel_b.answer_templates import fill_placeholders, require_t
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.matching import MAX_COORDINATE
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout, read_ground_truth
+from swift_stage2.data.files import read_lines
 from swift_stage2.data.picture import UNREADABLE, images_of, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError
 from swift_stage2.records import Box
-from swift_stage2.whole_file import regular_lines, write_whole
+from swift_stage2.whole_file import write_whole
 
 FAILED = "failed"
 """``finish_reason`` of a row that brought no answer."""
@@ -272,11 +273,6 @@ def write_file(path: Path, text: str) -> None:
 
 def numbered_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
     """Lines that are not blank, counted from 1. Raises DatasetError: ``what`` is no file that can be read."""
-    try:
-        for number, line in enumerate(regular_lines(path), start=1):
-            if line.strip():
-                yield number, line.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(
-            f"{what} must be a readable UTF-8 file", got=f"{path}: {error}", remedy="check the path"
-        ) from error
+    for number, line in enumerate(read_lines(path, what), start=1):
+        if line.strip():
+            yield number, line.decode(errors="surrogateescape")  # which no reader of JSON takes for text

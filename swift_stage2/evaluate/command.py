@@ -69,7 +69,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
     scores, num_missing = _score(rows, predictions), _num_missing(predictions)
     points, bounds = scores.points(), scores.intervals(_NUM_DRAWS)
-    gallery = worst_images(rows, predictions, scores, options.gallery)
+    gallery = worst_images(rows, predictions, scores)
     has_scores = any(each and each.scores is not None for each in predictions)
     how = (
         "scores as given"
@@ -214,7 +214,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
     json_help = "print JSON; page and evaluation.json are then written only with --output"
     add("--json", action="store_true", help=json_help)
-    add("--gallery", type=whole_number(0), default=50, metavar="N", help="worst images shown (default 50)")
     add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
     seconds, calls = whole_number(1, _MOST_SECONDS), whole_number(1, _MOST_CALLS)
     add("--timeout-s", type=seconds, default=300, metavar="S", help="deadline of a call (default 300)")
