@@ -32,11 +32,6 @@ from swift_stage2.telemetry.timing import NANOSECONDS, Activity, in_seconds
 SLOWDOWN = 0.03  # of steps beside rollouts; more than this is told
 WORTH = 0.05
 """Of the wanted B steps, the first of which comes before any pack, or of the training part; more is told."""
-_FEED = (
-    " A smaller stage2_ab.channel_b.packing.packing_length needs fewer rollouts for a step, a larger "
-    "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
-    "Queue and version lag shows how many packs were ready, and doctor --live computes the settings."
-)
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""
 FEWEST_QUIET = 5
@@ -285,12 +280,9 @@ def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None)
 
     Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
     """
-    is_advised = False
     is_lost = summary.skips.get("servers_suspect", 0) > WORTH * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        advice = _b_ratio(speed, summary, b_ratio, upwards=speed.learner_binds)
-        is_advised = bool(advice) and not speed.learner_binds
-        yield _binding(speed) + advice
+        yield _binding(speed) + _b_ratio(speed, summary, b_ratio)
         if speed.rounds_s > WORTH * speed.wall_s:
             num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
             yield (
@@ -305,7 +297,7 @@ def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None)
                     "own."
                 )
     if not is_lost:
-        yield from _missing_packs(speed, summary, b_ratio, is_told=is_advised)
+        yield from _missing_packs(summary)
     for reason, missed in summary.skips.items():
         if reason != SkipReason.NOT_ENOUGH_PACKS:
             yield f"{missed} wanted B steps did not run: {SKIP_CAUSES[reason]}; section Sync rounds says more."
@@ -333,11 +325,11 @@ def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     return sustained(summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s)
 
 
-def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None, *, upwards: bool) -> str:
-    """The ratio that the rollouts sustain, if it lies in that direction of the wanted one; else nothing."""
+def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None) -> str:
+    """The ratio that the rollouts sustain, if it is above the wanted one and they have time left, or below it."""
     if not speed.rollouts_s:
         return ""
-    ratio = sustained_b_ratio(speed, summary)
+    ratio, upwards = sustained_b_ratio(speed, summary), speed.learner_binds
     wanted = summary.num_b_wanted / summary.num_steps if b_ratio is None else b_ratio
     if ratio == wanted or (ratio > wanted) != upwards:
         return ""
@@ -347,10 +339,7 @@ def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None, *, upward
     )
 
 
-def _missing_packs(
-    speed: Speed | None, summary: RunSummary, b_ratio: float | None, *, is_told: bool
-) -> Iterator[str]:
-    """``is_told``: what binds, and what would help, has been named already."""
+def _missing_packs(summary: RunSummary) -> Iterator[str]:
     later = summary.skips.get("not_enough_packs", 0) - summary.num_b_too_early
     num_stale = int(
         sum(summary.totals[f"{what}_dropped_stale"] for what in ("packs", "segments", "rollouts"))
@@ -360,10 +349,9 @@ def _missing_packs(
             f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale; raise "
             "stage2_ab.channel_b.prefetch.version_window."
         )
-    elif later > WORTH * summary.num_b_wanted and not is_told:
-        advice = _b_ratio(speed, summary, b_ratio, upwards=False) if speed else ""
+    elif later > WORTH * summary.num_b_wanted:
         late = "" if summary.num_b_run else ", or began too late"
         yield (
             f"{later} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
-            f"too slow for this share{late}.{advice or _FEED}"
+            f"too slow for this share{late}; doctor --live computes the settings."
         )
