@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import TypeVar
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.processes import DEADLINE_PER_STEP_S, START_DEADLINE_S, Processes
 from benchmarks.results import ResultTable, say
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, read_scores, write_config
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.runtime.network import free_ports
@@ -107,3 +108,10 @@ def score_table(
 
 def _score_cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
     return [mean_and_range([score[name] for score in scores], ".3f") for name in _SCORES.values()]
+
+
+def read_scores(output: Path) -> dict[str, float]:
+    """Metrics of all objects that ``evaluate`` has left, by name; a ratio of nothing is 0."""
+    metrics = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))["metrics"]
+    nothing = {"value": 0.0}
+    return {name: metrics.get(f"eval/{name}", nothing)["value"] for name in _SCORES.values()}

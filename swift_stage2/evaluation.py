@@ -25,7 +25,7 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import DecodingConfig, Stage2Config
-from swift_stage2.detections.recorded import (
+from swift_stage2.data.recorded import (
     EvaluationKeeper,
     Scored,
     as_line,

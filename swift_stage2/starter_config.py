@@ -16,7 +16,7 @@ from swift_stage2.config import load_config
 from swift_stage2.config.launch import UTILIZATION, ServerEngine, even_share
 from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.config.yaml_text import set_values, write_yaml
-from swift_stage2.dataset.files import local_files, split_rows
+from swift_stage2.data.files import local_files, split_rows
 from swift_stage2.errors import UserError
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser

@@ -113,8 +113,7 @@ OPENS_ITSELF = {
     "launch/launcher.py",
     "launch/rank.py",
     "launch/job.py",
-    "convert/page_browser.py",
-    "pages/rendering.py",
+    "report/rendering.py",
     "whole_file.py",
 }
 
@@ -151,7 +150,7 @@ def test_files_are_opened_in_one_way() -> None:
     ] == []
 
 
-TELLS_OF_FILES = ("convert", "dataset", "detections", "checks", "evaluate", "report")
+TELLS_OF_FILES = ("data", "checks", "evaluate", "report")
 
 
 def test_text_is_printed_in_one_way() -> None:

@@ -17,7 +17,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from convert.drawn_sources import SIZE, annotation, draw, write_coco
+from data.drawn_sources import SIZE, annotation, draw, write_coco
 
 from swift_stage2 import __version__
 
@@ -202,4 +202,4 @@ def test_the_demo_and_its_report_run_from_the_wheel_alone(installation: Installa
     assert any(server["proven"] for each in rounds for server in each["servers"].values())
     installation.tells("report", run_dir)
     page = (run_dir / "report.html").read_text()
-    assert (PROJECT / "swift_stage2" / "pages" / "page_files" / "page.css").read_text()[:200] in page
+    assert (PROJECT / "swift_stage2" / "report" / "page_files" / "page.css").read_text()[:200] in page

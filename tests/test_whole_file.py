@@ -10,9 +10,9 @@ import pytest
 from small_disk import SmallDisk
 
 import swift_stage2
-from swift_stage2.detections.prediction import write_predictions
+from swift_stage2.data.prediction import write_predictions
 from swift_stage2.launch.plan import Command
-from swift_stage2.pages.rendering import write_page
+from swift_stage2.report.rendering import write_page
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.whole_file import write_whole
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from swift_stage2.demo.demo_config import held_ports
+from swift_stage2.runtime.network import is_free
 
 _POLL_S = 0.1
 
@@ -43,7 +43,7 @@ class Held:
         end = time.monotonic() + patience_s
         while True:
             left = [name for process in self.processes if (name := _name_if_alive(process))]
-            left += [f"port {port}" for port in held_ports(tuple(ports))]
+            left += [f"port {port}" for port in ports if not is_free("127.0.0.1", port)]
             if not left or time.monotonic() >= end:
                 return tuple(left)
             time.sleep(_POLL_S)

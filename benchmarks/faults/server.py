@@ -17,9 +17,9 @@ from benchmarks.faults.leftovers import Held, kill_all, tree_of
 from benchmarks.processes import Processes
 from benchmarks.servers import ServerKind, server_arguments, server_environment
 from swift_stage2 import wire
-from swift_stage2.demo.demo_config import STAGE1, held_ports
+from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.errors import ChildFailed
-from swift_stage2.runtime.network import is_quiet
+from swift_stage2.runtime.network import is_free, is_quiet
 from swift_stage2.runtime.supervisor import ProcessTree
 
 _START_DEADLINE_S = 600.0
@@ -37,7 +37,7 @@ def lasting_port() -> int:
     would silently move to the next one. Raises ChildFailed when there is none."""
     lowest, _ = map(int, _EPHEMERAL_PORTS.read_text(encoding="ascii").split())
     for port in random.sample(range(_LOWEST_PORT, lowest), lowest - _LOWEST_PORT):
-        if not held_ports((port,)):
+        if is_free("127.0.0.1", port):
             return port
     raise ChildFailed(f"a server needs a free port from {_LOWEST_PORT} to {lowest - 1}, got none")
 

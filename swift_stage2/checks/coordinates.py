@@ -28,7 +28,7 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.checks.checks import CheckResult, failed, left_out, ok
 from swift_stage2.checks.rollouts import OTHER_PROMPT, infer, size_difference
 from swift_stage2.config import Stage2Config
-from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.data.picture import UNREADABLE, look_at
 from swift_stage2.errors import SampleError
 from swift_stage2.records import Box, Sample, SampleKey, image_paths
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.dataset.files import local_files, read_lines
+from swift_stage2.data.files import local_files, read_lines
 from swift_stage2.errors import ConfigError
 from swift_stage2.whole_file import read_regular
 

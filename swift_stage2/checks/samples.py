@@ -25,8 +25,8 @@ from swift_stage2.channel_b.task import Rows, Task, name_of
 from swift_stage2.checks.packing_isolation import empty_rollout
 from swift_stage2.columns import stand_ins
 from swift_stage2.config import Stage2Config
-from swift_stage2.dataset.files import local_files
-from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
+from swift_stage2.data.files import local_files
+from swift_stage2.data.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import (
     ConfigError,
     DatasetError,

@@ -6,17 +6,15 @@ with ``swift-stage2 launch``. Called by the demo and the benches.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import MissedOrder, Mode, Objective, OnPending, ServerEngine, load_config
+from swift_stage2.config import Mode, Objective, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.rollout_server.command_line import CPU_SUPPORT, require_vllm
-from swift_stage2.runtime.network import is_free
 
 TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
 MODEL_TYPE = "stage2_tiny_vl"
@@ -31,7 +29,6 @@ CHILD_ENVIRONMENT = {
 
 PER_DEVICE_BATCH_SIZE = 8
 GRADIENT_ACCUMULATION_STEPS = 2
-SCORES = ("f1", "precision", "recall", "mean_iou", "ap")
 _LOOPBACK = "127.0.0.1"
 _NUM_GENERATIONS = 4  # of a row, where its rollouts are compared
 
@@ -51,13 +48,9 @@ class DemoJob:
     engine: ServerEngine = ServerEngine.TRANSFORMERS
     """The rollout server's engine."""
     mode: Mode = Mode.ASYNC
-    on_pending: OnPending = OnPending.WAIT
     max_new_tokens: int = 128
     temperature: float = 0.3
-    missed_order: MissedOrder = MissedOrder.GIVEN
     objective: Objective = Objective.CORRECTED_TARGET
-    grpo: dict[str, Any] = field(default_factory=dict)
-    """Differences from the defaults of ``channel_b.grpo``."""
     record: bool = False
     """So that the run can be replayed."""
     swift: dict[str, Any] = field(default_factory=dict)
@@ -118,12 +111,9 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
         },
         "packing": {"packing_length": 512},
     }
-    if job.missed_order is not MissedOrder.GIVEN:
-        config["stage2_ab"]["channel_b"]["target"] = {"missed_order": job.missed_order.value}
     compares = job.objective is not Objective.CORRECTED_TARGET
     if compares:
         config["stage2_ab"]["objective"] = job.objective.value
-        config["stage2_ab"]["channel_b"]["grpo"] = job.grpo
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
         "decoding": {
@@ -135,7 +125,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
         "max_inflight_per_server": 64,
         "request_timeout_s": 30.0,
         "start_timeout_s": 300.0,
-        "sync": {"timeout_s": 60.0, "on_pending": job.on_pending.value},
+        "sync": {"timeout_s": 60.0},
     }
     config["launch"]["servers"] = [server_entry(job.engine)]
     config["control_timeout_s"] = 240.0
@@ -158,10 +148,7 @@ def server_entry(engine: ServerEngine) -> dict[str, Any]:
         }
         return {"engine": engine.value, "args": options}
     require_vllm(without_gpu=True)
-    spec = importlib.util.find_spec(CPU_SUPPORT)
-    assert spec is not None
-    assert spec.submodule_search_locations
-    folder = Path(spec.submodule_search_locations[0])
+    folder = files(CPU_SUPPORT)
     options = {
         "external_plugins": [str(TEMPLATE_FILE), str(folder / "swift_plugin.py")],
         "model_type": MODEL_TYPE,
@@ -190,17 +177,6 @@ def evaluation_command(rows: Path, checkpoint: Path, output: Path) -> tuple[str,
     words = ("evaluate", "--data", rows, "--model", checkpoint, "--output", output, "--max-new-tokens", 128)
     more = (word for name, value in arguments.items() for word in ("--swift", f"{name}={value}"))
     return (sys.executable, "-m", "swift_stage2", *map(str, words), "--in-flight", "64", *more)
-
-
-def read_scores(output: Path) -> dict[str, float]:
-    """Metrics of all objects that such a command has left, by name, with ``num_images``; a ratio of nothing is 0."""
-    facts = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
-    found = {name.removeprefix("eval/"): fact["value"] for name, fact in facts["metrics"].items()}
-    return dict.fromkeys(SCORES, 0.0) | found | {"num_images": facts["num_images"]}
-
-
-def held_ports(ports: tuple[int, ...]) -> list[int]:
-    return [port for port in ports if not is_free(_LOOPBACK, port)]
 
 
 def _swift_arguments(job: DemoJob) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Writes seeded scenes as data sets in ms-swift's grounding format: PNG files and one JSONL each.
 
-A directory appears complete or not at all. Answers carry ms-swift's placeholders, which its template
+Answers carry ms-swift's placeholders, which its template
 fills with the boxes of the image as the model sees it. Called by the demo, the benches and tests.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import IMAGE_SIZE, Box, SceneKind, Split, make_scene, scene_seed
 from swift_stage2.errors import UserError
-from swift_stage2.whole_file import flush_directory
 
 PROMPT = "<image>Detect all objects."
 ROWS_FILE = "rows.jsonl"
@@ -43,29 +40,18 @@ def write_dataset(
     height of the PNG files in pixels.
 
     Raises:
-        FileExistsError: the directory exists and is not empty.
-        ValueError: ``num_samples`` is less than 1.
+        FileExistsError: the directory exists.
     """
-    if num_samples < 1:
-        raise ValueError(f"a data set needs samples, got num_samples={num_samples}; ask for at least 1")
     # ms-swift resolves relative image paths against the working directory, not against the JSONL.
-    final = Path(directory).resolve()
-    final.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    try:
-        staging.chmod(0o755)
-        with open(staging / ROWS_FILE, "w", encoding="utf-8") as rows:
-            for index in range(num_samples):
-                scene = make_scene(kind, scene_seed(split, index, stream=seed), image_size=image_size)
-                name = f"{index:06d}.png"
-                scene.image.save(staging / name)
-                rows.write(json.dumps(grounding_row(scene.objects, final / name)) + "\n")
-        staging.rename(final)
-        flush_directory(final.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return final / ROWS_FILE
+    folder = Path(directory).resolve()
+    folder.mkdir(parents=True)
+    with open(folder / ROWS_FILE, "w", encoding="utf-8") as rows:
+        for index in range(num_samples):
+            scene = make_scene(kind, scene_seed(split, index, stream=seed), image_size=image_size)
+            path = folder / f"{index:06d}.png"
+            scene.image.save(path)
+            rows.write(json.dumps(grounding_row(scene.objects, path)) + "\n")
+    return folder / ROWS_FILE
 
 
 def grounding_row(objects: Sequence[tuple[str, Box]], image_path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _deadline(_START_S + _STEP_S * job.num_steps):
         if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
             return status
+    if not job.checkpoint.is_dir():
+        _say(f"training ended before step {job.num_steps}, so that there is nothing to compare")
+        return _FAILED
     _say("evaluating the stage-1 checkpoint (A) and the new one (B) on held-out scenes")
     arms = {"before": STAGE1, "after": job.checkpoint}
     try:

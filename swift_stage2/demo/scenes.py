@@ -63,10 +63,6 @@ class Scene:
 
 def scene_seed(split: Split, index: int, *, stream: int = 0) -> int:
     """The seed of scene ``index`` of a split; different streams of one split never share a scene."""
-    if not 0 <= index < _STREAM_LENGTH or not 0 <= stream < _STREAM_LENGTH:
-        raise ValueError(
-            f"index and stream must lie in 0..{_STREAM_LENGTH - 1}, got index={index} stream={stream}"
-        )
     return (_HELD_OUT if split is Split.HELD_OUT else 0) + stream * _STREAM_LENGTH + index
 
 
@@ -75,8 +71,6 @@ def make_scene(kind: SceneKind, seed: int, *, image_size: tuple[int, int] = IMAG
 
     ``image_size``: width and height in pixels, at least 45 each, so that the largest object fits.
     """
-    if min(image_size) <= _MAX_SIDE:
-        raise ValueError(f"both sides must exceed {_MAX_SIDE} pixels, got image_size={image_size}")
     # A string seed is hashed with SHA-512: the same on every platform, and kinds do not share streams.
     rng = random.Random(f"{kind}:{seed}")
     if kind is SceneKind.SHAPES:

@@ -1,6 +1,6 @@
 """Standard metrics of a detector: rows and predictions in; a table, JSON and a page with intervals out.
 
-`detections` reads rows and predictions, and computes the metrics.
+`data` reads rows and predictions, and computes the metrics.
 
 served_model the server that is asked: a running one, or our own
 asking       its answers as such predictions

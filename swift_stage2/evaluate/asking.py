@@ -25,8 +25,8 @@ from swift_stage2.channel_b.rollouts.chat_route import route_to
 from swift_stage2.channel_b.rollouts.infer_route import InferRoute
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.config import DecodingConfig, RolloutConfig
-from swift_stage2.dataset.picture import UNREADABLE, look_at
-from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, TrueRow, in_pixels
+from swift_stage2.data.picture import UNREADABLE, look_at
+from swift_stage2.data.prediction import FAILED, LabelledBoxes, Prediction, TrueRow, in_pixels
 from swift_stage2.errors import SampleError, ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
 from swift_stage2.records import Sample, SampleKey

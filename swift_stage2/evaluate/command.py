@@ -9,14 +9,13 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
-from swift_stage2.detections.prediction import (
+from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
     TrueRow,
@@ -28,12 +27,12 @@ from swift_stage2.detections.prediction import (
     write_file,
     write_predictions,
 )
-from swift_stage2.detections.scores import Bounds, DetectionScores, detection_data
+from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
-from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
-from swift_stage2.pages.content import Section, Sentence, Tone
-from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.evaluate.served_model import ENGINES, own_server, require_answer
+from swift_stage2.report.content import Section, Sentence, Tone
+from swift_stage2.report.rendering import PageContent, page_of, terminal_report
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 
@@ -41,16 +40,11 @@ EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"
 _FOLDER = Path("evaluation")
 _NUM_DRAWS = 1000
-_MOST_SECONDS = 86_400
-_MOST_CALLS = 1024  # each has a thread
 _MISSING = "{:,} images have no prediction and count as empty answers."
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    facts: dict[str, Any]
-    sections: tuple[Section, ...]
-    num_missing: int
+_Told = tuple[dict[str, Any], tuple[Section, ...], int]
+"""Facts, sections, and how many rows have no prediction."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,17 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = read_rows(options.data)
     if _asks(options) or options.output or not options.json:
         check_folder(options.output or _FOLDER)
-    told = _compare(rows, options) if options.compare else _evaluate(rows, options)
-    facts = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS} | told.facts
-    _tell(replace(told, facts=facts), options)
-    return EXIT_INCOMPLETE if told.num_missing else 0
+    facts, sections, num_missing = (_compare if options.compare else _evaluate)(rows, options)
+    head = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS}
+    _tell(head | facts, sections, options)
+    return EXIT_INCOMPLETE if num_missing else 0
 
 
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
     scores, num_missing = _score(rows, predictions), _num_missing(predictions)
     points, bounds = scores.points(), scores.intervals(_NUM_DRAWS)
-    gallery = worst_images(rows, predictions, scores, options.gallery)
+    gallery = worst_images(rows, predictions, scores)
     has_scores = any(each and each.scores is not None for each in predictions)
     how = (
         "scores as given"
@@ -89,8 +83,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": scores.errors(),
     }
-    sections = evaluation_sections(scores, points, bounds, remarks, gallery)
-    return _Told(facts, sections, num_missing)
+    return facts, evaluation_sections(scores, points, bounds, remarks, gallery), num_missing
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
@@ -115,8 +108,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
             if name in after
         },
     }
-    sections = comparison_sections(before, after, bounds, remarks)
-    return _Told(facts, sections, sum(missing))
+    return facts, comparison_sections(before, after, bounds, remarks), sum(missing)
 
 
 def _score(rows: Sequence[TrueRow], predictions: Sequence[Prediction | None]) -> DetectionScores:
@@ -145,11 +137,11 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
     if not swift.get("external_plugins"):
         recorded_plugins(Path(options.model), "--swift external_plugins=FILE")
     with ExitStack() as stack:
-        own = None
-        if not options.server:
+        base_url = options.server
+        if not base_url:
             engine = ServerEngine(options.engine or ServerEngine.TRANSFORMERS)
-            own = stack.enter_context(own_server(options.model, engine, swift, folder))
-        found = _answers(rows, options, swift, own)
+            base_url = stack.enter_context(own_server(options.model, engine, swift, folder))
+        found = _answers(rows, options, swift, base_url)
     path = folder / PREDICTIONS_FILE
     write_predictions(path, found)
     say(f"predictions: {path}", is_error=True)
@@ -157,7 +149,7 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
 
 
 def _answers(
-    rows: Sequence[TrueRow], options: argparse.Namespace, swift: Mapping[str, Any], own: OwnServer | None
+    rows: Sequence[TrueRow], options: argparse.Namespace, swift: Mapping[str, Any], base_url: str
 ) -> Sequence[Prediction]:
     quieten_libraries()  # here alone: the log of our own server shall tell all
     with going_on("evaluate", "loading torch"):
@@ -172,30 +164,27 @@ def _answers(
     with ExitStack() as stack:
         with going_on("evaluate", "loading the model's template"):
             encoder = stack.enter_context(asking.model_encoder(options.model, options.data, swift))
-        if own is not None:
-            own.wait()  # deadline: its own, of a server that loads
-        base_url = own.base_url if own else options.server
         with progress_bar(len(rows), "answers") as move_to:
             return asking.ask_server(base_url, rows, encoder, questions, move_to)
 
 
-def _tell(told: _Told, options: argparse.Namespace) -> None:
-    text = json.dumps(told.facts, indent=1)
+def _tell(facts: dict[str, Any], sections: Sequence[Section], options: argparse.Namespace) -> None:
+    text = json.dumps(facts, indent=1)
     if options.json:
         say(*text.splitlines())
     else:
-        SafeConsole().print(terminal_report(told.sections))
+        SafeConsole().print(terminal_report(sections))
     if options.json and options.output is None:
         return
     folder = options.output or _FOLDER
     write_file(folder / "evaluation.json", text + "\n")
     content = PageContent(
         heading="Comparison" if options.compare else "Evaluation",
-        places=[told.facts[name] for name in ("data", "source", "a", "b") if name in told.facts],
-        state=f"{told.facts['num_images']:,} images",
-        sections=told.sections,
+        places=[facts[name] for name in ("data", "source", "a", "b") if name in facts],
+        state=f"{facts['num_images']:,} images",
+        sections=sections,
     )
-    write_page(folder / "evaluation.html", page_of(content))
+    write_file(folder / "evaluation.html", page_of(content))
     if not options.json:
         say(f"page: {folder / 'evaluation.html'}")
 
@@ -223,11 +212,11 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
     json_help = "print JSON; page and evaluation.json are then written only with --output"
     add("--json", action="store_true", help=json_help)
-    add("--gallery", type=whole_number(0), default=50, metavar="N", help="worst images shown (default 50)")
     add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
-    seconds, calls = whole_number(1, _MOST_SECONDS), whole_number(1, _MOST_CALLS)
-    add("--timeout-s", type=seconds, default=300, metavar="S", help="deadline of a call (default 300)")
-    add("--in-flight", type=calls, default=16, metavar="N", help="rows asked at once (default 16)")
+    add(
+        "--timeout-s", type=whole_number(1), default=300, metavar="S", help="deadline of a call (default 300)"
+    )
+    add("--in-flight", type=whole_number(1), default=16, metavar="N", help="rows asked at once (default 16)")
     options = parser.parse_args(argv)
     if not (options.predictions or options.compare or options.model or options.server):
         parser.error("one of --model, --server, --predictions and --compare is required")

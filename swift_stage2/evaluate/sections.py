@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.detections.prediction import LabelledBoxes, Prediction, TrueRow
-from swift_stage2.detections.scores import ERRORS, Bounds, DetectionScores
-from swift_stage2.pages.content import (
+from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
+from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
+from swift_stage2.report.content import (
     Gallery,
     Headline,
     Part,
@@ -49,7 +49,7 @@ _KINDS = {
     "objects": "By number of objects in the image",
     "size": "By size of the object",
 }
-_MOST_PARTS = 200
+_MOST_PARTS, _MOST_PICTURES = 200, 50
 
 
 def evaluation_sections(
@@ -170,19 +170,16 @@ def _interval(found: Bounds | None, form: str = ".3f") -> str:
 
 
 def worst_images(
-    rows: Sequence[TrueRow],
-    predictions: Sequence[Prediction | None],
-    scores: DetectionScores,
-    size: int,
+    rows: Sequence[TrueRow], predictions: Sequence[Prediction | None], scores: DetectionScores
 ) -> Gallery:
-    """At most ``size`` images, those with the most objects missed or invented first. Opens their files."""
+    """Some images, those with the most objects missed or invented first. Opens their files."""
     found = [
         (row, prediction, matched, prediction.objects if prediction else LabelledBoxes())
         for row, prediction, matched in zip(rows, predictions, scores.matched(), strict=True)
     ]
     found.sort(key=lambda each: 2 * len(each[2]) - len(each[0].truth) - len(each[3].ref))
     pictures = []
-    for row, prediction, matched, objects in found[:size]:
+    for row, prediction, matched, objects in found[:_MOST_PICTURES]:
         truth = tuple(zip(row.truth.labels, row.truth.boxes, strict=True))
         predicted = tuple(zip(objects.ref, objects.bbox, strict=True))
         image, trouble = "", "nothing was predicted"

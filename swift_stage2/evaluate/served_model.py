@@ -1,7 +1,7 @@
 """The server that is asked: one that runs already, or our own, started for a model and ended with the command.
 
 Our own listens on loopback, under a supervisor: whatever becomes of this process, nothing of it stays.
-Its log lies in the output folder. It loads while the caller loads the template; every wait has a deadline.
+Its log lies in the output folder. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,57 +68,16 @@ def require_answer(base_url: str) -> wire.ServerInfo:
             ) from fault
 
 
-@dataclass(frozen=True, slots=True)
-class OwnServer:
-    """A server of ours that loads, or has loaded."""
-
-    base_url: str
-    timeout_s: float
-    """To load."""
-    tree: ProcessTree
-
-    def wait(self) -> None:
-        """Until it answers.
-
-        Raises:
-            ServerUnavailable: it ended, or did not answer in time.
-        """
-        end = time.monotonic() + self.timeout_s
-        with going_on("evaluate", "waiting for the server to load", _say):
-            while cause := why_not_ready(self.base_url):
-                self.refuse_ended()
-                if time.monotonic() >= end:
-                    raise ServerUnavailable(
-                        f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}",
-                        remedy=f"see {self.tree.log_path}",
-                    )
-                _pause()
-        self.refuse_ended()
-
-    def refuse_ended(self) -> None:
-        """Raises ServerUnavailable with its last words if it has ended."""
-        if (status := self.tree.poll()) is not None:
-            raise ServerUnavailable(
-                "the server of --model must answer to the end",
-                got=f"exit status={status}: {last_cause(self.tree.log_path, self.tree.log_offset)}",
-                remedy=f"its log is {self.tree.log_path}",
-            )
-
-
 @contextmanager
-def own_server(
-    model: str, engine: ServerEngine, swift: Mapping[str, Any], folder: Path
-) -> Iterator[OwnServer]:
-    """Starts a server of ``model`` and ends it with the block; ``folder`` gets its log.
+def own_server(model: str, engine: ServerEngine, swift: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """The address of a server of ``model``, once it has loaded; it ends with the block. ``folder`` gets its log.
 
-    ``swift`` are the user's further arguments of ms-swift, of which the server takes what it knows. Wait for it before
-    asking.
+    ``swift`` are the user's further arguments of ms-swift, of which the server takes what it knows.
 
     Raises:
         UserError: vLLM is not installed, or an argument is of another engine.
-        ServerUnavailable: the block was lost because the server ended.
+        ServerUnavailable: it did not load in time, or the block was lost because it ended.
     """
-    timeout_s = RolloutConfig().start_timeout_s
     (port,) = free_ports(1)
     argv = server_command(model, engine, swift, port)
     environment = without_rank(os.environ) | {"PYTHONUNBUFFERED": "1"}
@@ -130,12 +88,15 @@ def own_server(
     base_url = f"http://{_HOST}:{port}"
     try:
         _say(f"starting a server of {model}, log {tree.log_path}")
-        server = OwnServer(base_url, timeout_s, tree)
+        with going_on("evaluate", "waiting for the server to load", _say):
+            _wait_until_ready(tree, base_url, RolloutConfig().start_timeout_s)
         try:
-            yield server
+            yield base_url
         except ServerUnavailable:
-            _wait_for_end(tree, _DEATH_S)
-            server.refuse_ended()  # says more than a lost connection does
+            end = time.monotonic() + _DEATH_S
+            while tree.poll() is None and time.monotonic() < end:
+                _pause()
+            _refuse_ended(tree)  # says more than a lost connection does
             raise
     finally:
         if tree.end(_pause):
@@ -168,11 +129,26 @@ def of_server_alone(swift: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in swift.items() if key.startswith(_OF_VLLM)}
 
 
-def _wait_for_end(tree: ProcessTree, timeout_s: float) -> bool:
+def _wait_until_ready(tree: ProcessTree, base_url: str, timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
-    while tree.poll() is None and time.monotonic() < end:
+    while cause := why_not_ready(base_url):
+        _refuse_ended(tree)
+        if time.monotonic() >= end:
+            raise ServerUnavailable(
+                f"the server of --model must answer within {timeout_s:g} s, got: {cause}",
+                remedy=f"see {tree.log_path}",
+            )
         _pause()
-    return tree.poll() is not None
+
+
+def _refuse_ended(tree: ProcessTree) -> None:
+    """Raises ServerUnavailable with its last words if it has ended."""
+    if (status := tree.poll()) is not None:
+        raise ServerUnavailable(
+            "the server of --model must answer to the end",
+            got=f"exit status={status}: {last_cause(tree.log_path, tree.log_offset)}",
+            remedy=f"its log is {tree.log_path}",
+        )
 
 
 def _pause() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.dataset.files import local_files
+from swift_stage2.data.files import local_files
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer

@@ -6,6 +6,7 @@
     steps              what was wanted and what ran, drops, where time went, queue and lag, sync rounds, the account
     quality            how good rollouts were before correction, detection over steps, pictures of the newest matches
     suspects           labels that are probably wrong
+    content, rendering sections of sentences, tables and pictures, and the two forms of them
 
 ``swift-stage2 rollouts RUN_DIR`` follows the rollouts of a run: rollouts_command reads and prints them.
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swift_stage2.data.prediction import write_file
 from swift_stage2.launch.launcher import next_commands
-from swift_stage2.pages.content import Gallery, Section, Sentence, filled, number
-from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.report.content import Gallery, Section, Sentence, filled, number
 from swift_stage2.report.quality import (
     detection_section,
     evaluations_of,
@@ -22,6 +22,7 @@ from swift_stage2.report.quality import (
     matches_of,
     quality_section,
 )
+from swift_stage2.report.rendering import PageContent, page_of, terminal_report
 from swift_stage2.report.run_data import RunData, read_run
 from swift_stage2.report.steps import (
     account_section,
@@ -30,8 +31,8 @@ from swift_stage2.report.steps import (
     steps_section,
     time_section,
 )
-from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
-from swift_stage2.report.verdict import Speed, slowest, verdict_section, works_of
+from swift_stage2.report.suspects import suspects_of, suspects_section
+from swift_stage2.report.verdict import Speed, slowest, speed_of, verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.account import RunAccount, account_of
@@ -43,8 +44,6 @@ class RunReport(PageContent):
     account: RunAccount | None
     """None without channel B."""
     speed: Speed | None
-    suspects: Sequence[Suspect] | None
-    """None where too few versions were evaluated."""
     is_balanced: bool
     """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
 
@@ -52,22 +51,19 @@ class RunReport(PageContent):
 def report_of(run: RunData) -> RunReport:
     """Computes the whole report; opens the images of its gallery."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
-    matches = matches_of(run.ranks)
-    summary, works = summary_of(run.ranks), works_of(run)
-    found = slowest(works)
+    summary, speed = summary_of(run.ranks), slowest([*map(speed_of, run.ranks)])
     evaluations = evaluations_of(run)
-    suspects = suspects_of(evaluations)
     sections = (
-        verdict_section(works, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
+        verdict_section(speed, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
         steps_section(summary),
         time_section(run, summary),
         queue_section(run, summary),
         rounds_section(summary),
-        quality_section(run, summary, matches),
+        quality_section(run, summary),
         detection_section(evaluations),
-        suspects_section(suspects),
+        suspects_section(suspects_of(evaluations)),
         account_section(account, run.ranks),
-        Section("gallery", "Gallery", filled([gallery_of(matches)])),
+        Section("gallery", "Gallery", filled([gallery_of(matches_of(run.ranks), run.similarity)])),
         *_next_section(run),
     )
     return RunReport(
@@ -75,22 +71,23 @@ def report_of(run: RunData) -> RunReport:
         places=tuple(map(str, run.run_dirs)),
         state=state_of(run),
         sections=sections,
-        suspects=suspects,
         account=account,
-        speed=found if isinstance(found, Speed) else None,
+        speed=None if speed.lacks else speed,
         is_balanced=account.is_balanced if account else True,
     )
 
 
 def _next_section(run: RunData) -> Iterator[Section]:
-    """The last checkpoint, if there is one, and the commands that merge and evaluate it."""
+    """The last checkpoint, if there is one, and the commands that merge and evaluate it, once the run is over."""
     swift = run.setting("swift")
-    if lines := [*next_commands(run.run_dirs[-1], swift if isinstance(swift, Mapping) else {})]:
+    lines = [*next_commands(run.run_dirs[-1], swift if isinstance(swift, Mapping) else {})]
+    if lines and not run.is_running:
         yield Section("next", "Next", tuple(map(Sentence, lines)))
 
 
 def state_of(run: RunData) -> str:
-    end = "ended in order" if all(rank.has_ended for rank in run.ranks) else "running, or was killed"
+    has_ended = all(rank.has_ended for rank in run.ranks)
+    end = "running" if run.is_running else "ended in order" if has_ended else "was killed"
     steps = [step.time for step in run.first.steps.values()]
     lasted = f", {max(steps) - min(steps):,.0f} s from first to last step" if steps else ""
     ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''}"
@@ -98,7 +95,6 @@ def state_of(run: RunData) -> str:
 
 
 _PAGE = "report.html"
-_SUSPECTS = "label_suspects.jsonl"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,20 +113,12 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     if options.json:
         say(*json.dumps(_facts(report), indent=2).splitlines())
         if options.output is not None:
-            _write(options.output, report)
+            write_file(options.output, page_of(report))
         return
     SafeConsole().print(terminal_report(report.sections))
     output = options.output or options.run_dir[-1] / _PAGE
-    _write(output, report)
+    write_file(output, page_of(report))
     say(f"page: {output}")
-    if report.suspects:
-        say(f"suspected label errors: {output.parent / _SUSPECTS}")
-
-
-def _write(output: Path, report: RunReport) -> None:
-    write_page(output, page_of(report))
-    if report.suspects is not None:
-        write_page(output.parent / _SUSPECTS, suspect_lines(report.suspects))
 
 
 def _facts(report: RunReport) -> dict[str, object]:

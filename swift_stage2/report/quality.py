@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.detections.recorded import RecordedRow, read_evaluations
-from swift_stage2.detections.scores import DetectionScores, detection_data
-from swift_stage2.pages.content import (
+from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.recorded import RecordedRow, evaluation_file, evaluations_directory, read_recorded
+from swift_stage2.data.scores import Counts, DetectionScores, detection_data
+from swift_stage2.report.content import (
     Gallery,
     Part,
     Picture,
@@ -27,7 +27,7 @@ from swift_stage2.pages.content import (
 )
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.event_log import RankEvents
-from swift_stage2.telemetry.events import Evaluation, Key, Match
+from swift_stage2.telemetry.events import Evaluation, Match
 from swift_stage2.telemetry.summary import RunSummary
 
 _MOST_SHOWN = 30
@@ -49,18 +49,27 @@ class RowEvaluation:
         truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
         return DetectionScores(detection_data(truths, rows))
 
+    @cached_property
+    def matched(self) -> Mapping[int, tuple[tuple[int, int, float], ...]]:
+        """By row, (prediction, true object, IoU) of each pair."""
+        return dict(zip(sorted(self.rows), self.scores.matched(), strict=True))
+
+    @cached_property
+    def counts(self) -> Mapping[str, Counts]:
+        """By label."""
+        return self.scores.counts("class")
+
 
 def evaluations_of(run: RunData) -> list[RowEvaluation]:
-    """Those that ended and of which rows with boxes were kept, by step.
-
-    Raises:
-        UserError: a log cannot be read.
-    """
-    found = (
-        RowEvaluation(each.step, each.version, {row.row: row for row in each.rows if _has_boxes(row)})
-        for each in read_evaluations(run.run_dirs)
-    )
-    return [each for each in found if each.rows]
+    """Those that ended and of which rows with boxes were kept, by step; what a resumed run asked anew counts."""
+    found = []
+    for _, told in sorted({each.due_step: each for each in run.first.of(Evaluation)}.items()):
+        folders = map(evaluations_directory, run.run_dirs)
+        files = (evaluation_file(folder, told.due_step, told.version) for folder in folders)
+        rows = {row.row: row for file in files for row in read_recorded(file) if _has_boxes(row)}
+        if rows:
+            found.append(RowEvaluation(told.begun_step, told.version, rows))
+    return found
 
 
 def _has_boxes(row: RecordedRow) -> bool:
@@ -92,17 +101,8 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     return Section("detection", "Detection over steps", (Sentence(told), table))
 
 
-@dataclass(frozen=True, slots=True)
-class RankMatch:
-    """One rollout against its ground truth, on one rank."""
-
-    rank: int
-    match: Match
-
-    @property
-    def is_of_points(self) -> bool:
-        """True if any object is a point; a task has objects of one kind."""
-        return any(len(box) == 2 for _, box in (*self.match.truth, *self.match.predicted))
+RankMatch = tuple[int, Match]
+"""A rank, and one rollout against its ground truth there."""
 
 
 def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
@@ -111,39 +111,31 @@ def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
     A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
     counts once for every version.
     """
-    found: dict[tuple[int, str, Key, int], RankMatch] = {}
-    for rank in ranks:
-        for match in rank.of(Match):
-            found[rank.rank, match.purpose, match.sample, match.version] = RankMatch(rank.rank, match)
-    return sorted(found.values(), key=lambda each: each.match.time)
+    every = [(rank.rank, match) for rank in ranks for match in rank.of(Match)]
+    found = {(rank, match.purpose, match.sample, match.version): (rank, match) for rank, match in every}
+    return sorted(found.values(), key=lambda each: each[1].time)
 
 
-DEFAULT_SIZE = 24
+_MOST_PICTURES = 24
 _MOST_CHARACTERS = 20_000  # of a text that is shown
 
 
-def gallery_of(matches: Sequence[RankMatch], size: int = DEFAULT_SIZE) -> Gallery:
+def gallery_of(matches: Sequence[RankMatch], similarity: str, size: int = _MOST_PICTURES) -> Gallery:
     """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
-    newest = matches[: -size - 1 : -1] if size else ()
+    newest = matches[: -size - 1 : -1]
     told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first."
-    return Gallery(told, tuple(map(_picture, newest)))
+    return Gallery(told, tuple(_picture(*each, similarity) for each in newest))
 
 
-def _picture(logged: RankMatch) -> Picture:
-    match = logged.match
-    drawing = Drawing(
-        match.truth,
-        match.predicted,
-        match.pairs,
-    )
+def _picture(rank: int, match: Match, similarity: str) -> Picture:
+    drawing = Drawing(match.truth, match.predicted, match.pairs)
     path = (match.images[0] if match.images else None) or ""
-    similarity = "closeness" if logged.is_of_points else "IoU"
     image, trouble = gallery_image(drawing, path, match.space, similarity)
     return Picture(
         image=image,
         trouble=trouble,
         name=Path(path).name or "an image without a path",
-        facts=tuple(_facts(logged.rank, match)),
+        facts=tuple(_facts(rank, match)),
         fate="evaluation, never trained" if match.purpose == "evaluation" else "training",
         texts=(("Rollout", _shortened(match.rollout)), ("Corrected answer", _shortened(match.target))),
     )
@@ -180,17 +172,15 @@ _AS_TRAINING_DOES = (
     "Objects are matched as training matches them, by matching.iou_threshold (0.3 unless set) and whatever their "
     "labels unless matching.same_label is set: a corrected target has the true ones. swift-stage2 evaluate is stricter."
 )
-_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1"}
 _NOT_SHOWN = ("truncated_ratio",)
 
 
-def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMatch]) -> Section:
-    names = _NAMES
-    if any(match.is_of_points for match in matches):
-        names = _NAMES | {"mean_iou": "mean closeness"}
+def quality_section(run: RunData, summary: RunSummary) -> Section:
+    names = _NAMES | {"mean_iou": f"mean {run.similarity}"}
     evaluations = run.first.of(Evaluation)
     told = dict.fromkeys(name for each in evaluations for name in each.ratios if name not in _NOT_SHOWN)
-    own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
+    own = {name: name for name in told if name not in names}  # of the task, which may be no shares
     parts: list[Part | None] = [
         pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}),
         _evaluations(evaluations, {**names, **own}),

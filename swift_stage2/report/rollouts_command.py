@@ -133,8 +133,7 @@ class RunRollouts:
             UserError: the run has no channel B.
         """
         for rank, path in log_paths(self._run_dir).items():
-            if rank not in self._ranks:
-                self._ranks[rank] = _RankRollouts(self._run_dir, rank, path)
+            self._ranks.setdefault(rank, _RankRollouts(self._run_dir, rank, path))
         return heapq.merge(
             *(each.read() for each in self._ranks.values()), key=lambda each: each.matched.time
         )

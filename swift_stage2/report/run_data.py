@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swift_stage2.errors import UserError
+from swift_stage2.runtime.run_directory import is_held
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
 from swift_stage2.telemetry.events import AnyEvent, Checkpoint, Start
 from swift_stage2.whole_file import read_regular
@@ -25,6 +26,7 @@ class RunData:
     """What counts of them."""
     doubts: tuple[str, ...]
     """A sentence for each checkpoint of which the logs do not tell: they lack their end."""
+    is_running: bool = False
 
     @property
     def first(self) -> RankEvents:
@@ -39,6 +41,11 @@ class RunData:
         return value
 
     @property
+    def similarity(self) -> str:
+        """The task's word for how close the objects of a pair are."""
+        return self.first.start.similarity if self.first.start is not None else "IoU"
+
+    @property
     def had_no_b(self) -> bool:
         """Whether every rank tells that there was no channel B, of which samples might be lost."""
         return all(rank.start is not None and rank.start.queue_limit is None for rank in self.ranks)
@@ -50,6 +57,7 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
     Raises:
         UserError: a directory holds no log, one cannot be read, or these are several runs.
     """
+    is_running = is_held(run_dirs[-1])  # asked first: a run that ends meanwhile has told its end by then
     _refuse_unrelated(run_dirs)
     logs = read_logs(run_dirs)
     return RunData(
@@ -57,27 +65,21 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
         logs=logs,
         ranks=tuple(ranks_of(logs).values()),
         doubts=tuple(_doubts(run_dirs, logs)),
+        is_running=is_running,
     )
 
 
 def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
-    if len({each.resolve() for each in run_dirs}) < len(run_dirs):
-        raise UserError(
-            "every directory must be named once",
-            got=" ".join(map(str, run_dirs)),
-            remedy="leave one out",
-        )
     saved: set[str] = set()
-    for run_dir in run_dirs if len(run_dirs) > 1 else ():
+    for number, run_dir in enumerate(run_dirs if len(run_dirs) > 1 else ()):
         events = [event for log in read_logs([run_dir]).values() for event in log]
         begun = next((event.save_id for event in events if isinstance(event, Start)), None)
-        if run_dir != run_dirs[0] and begun not in saved:
+        if number and begun not in saved:
             raise UserError(
                 "several directories are those of one run, each resumed from a checkpoint of those before it, oldest "
                 "first",
                 got=f"{run_dir}, which resumed none of them",
-                remedy="two runs are not compared any more: run report on "
-                "each, and swift-stage2 evaluate --compare on their predictions",
+                remedy="run report on each, and swift-stage2 evaluate --compare on their predictions",
             )
         saved |= {event.save_id for event in events if isinstance(event, Checkpoint)}
 
@@ -99,7 +101,6 @@ def _read_checkpoint(path: Path) -> Checkpoint | None:
     """One rank's file in a checkpoint; None if it is not whole, or of a run without channel B."""
     try:
         content = json.loads(read_regular(path))
-        saved = content["state"]
-        return Checkpoint(step=content["step"], save_id=saved["save_id"])
+        return Checkpoint(step=content["step"], save_id=content["state"]["save_id"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, ValidationError):
         return None

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from swift_stage2.pages.content import (
+from swift_stage2.report.content import (
     Part,
     Section,
     Sentence,
@@ -39,10 +39,6 @@ def steps_section(summary: RunSummary) -> Section:
     parts: list[Part] = [pairs("Steps", rows)]
     if differing := summary.num_disagreements:
         parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
-    if summary.missing_ranks:
-        missing = ", ".join(map(str, summary.missing_ranks))
-        told = f"The log of rank {missing} is missing; it counts nowhere on this page."
-        parts.append(Sentence(told, Tone.WARN))
     drops = {name: number(total) for name, total in summary.drops.items()}
     parts.append(pairs("Dropped, over all ranks", drops))
     return Section("steps", "What was wanted and what ran", filled(parts))
@@ -199,7 +195,7 @@ def _verdict(account: RunAccount) -> Sentence:
     has_ended = all(rank.has_ended for rank in account.ranks)
     has_unused = any(rank.unused for rank in account.ranks)
     ended = "quarantined, compared and unused" if has_unused else "quarantined"
-    open_ended = "" if has_ended else "; up to the last record, for no end is told"
+    open_ended = "" if has_ended else "; up to the last event, for no end is told yet"
     return Sentence(
         f"balanced: every sample drawn was trained once, {ended}, or is in hand{open_ended}", Tone.GOOD
     )

@@ -8,18 +8,16 @@ boxes that are right, so that suspects of a label that the model knows come firs
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 
 from swift_stage2.channel_b.matching import iou_matrix
-from swift_stage2.detections.prediction import TRUNCATED, LabelledBoxes
-from swift_stage2.detections.recorded import RecordedRow
-from swift_stage2.pages.content import Section, Sentence, Table, number
+from swift_stage2.data.prediction import TRUNCATED, LabelledBoxes
+from swift_stage2.data.recorded import RecordedRow
 from swift_stage2.records import Box
+from swift_stage2.report.content import Section, Sentence, Table, number
 from swift_stage2.report.quality import RowEvaluation
 
 FEWEST = 3
@@ -29,54 +27,23 @@ _SAME = 0.5  # IoU of one box in two versions
 _NEAR = 0.1  # IoU from which a true object is near, as TIDE has it
 
 
-class SuspectKind(StrEnum):
-    NEVER_FOUND = "truth never found"
-    ALWAYS_ADDED = "false in all versions"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Suspect:
     """One label of the data, or one that it lacks."""
 
-    kind: SuspectKind
     row: int
     image: str
     label: str
     box: Box
     """In pixels."""
+    what: str
     strength: float
     """0 to 1."""
-    versions: tuple[int, ...]
-    """That agree."""
-    predicted_instead: str | None = None
-    """The label that all of the last versions give to a true object that they never find."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """The answers of one version to the rows that it was asked, and how well it knows each label."""
-
-    version: int
-    rows: Mapping[int, RecordedRow]
-    found: Mapping[int, frozenset[int]]
-    """By row, the numbers of the true objects that were matched."""
-    right: Mapping[int, frozenset[int]]
-    """By row, the numbers of the predictions that were matched."""
-    recall: Mapping[str, float]
-    precision: Mapping[str, float]
-
-    def false(self, row: int) -> Iterator[tuple[str, Box]]:
-        objects = self.rows[row].objects
-        for index, found in enumerate(zip(objects.ref, objects.bbox, strict=True)):
-            if index not in self.right[row]:
-                yield found
-
-
-def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect] | None:
-    """The strongest first; None with fewer than ``FEWEST`` versions."""
-    versions = [_version(each) for each in {each.version: each for each in evaluations}.values()]
-    if len(versions) < FEWEST:
-        return None
+def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect]:
+    """The strongest first; none with fewer than ``FEWEST`` versions."""
+    versions = [*{each.version: each for each in evaluations}.values()]
     found: list[Suspect] = []
     for row in sorted({row for each in versions for row in each.rows}):
         asked = [each for each in versions if row in each.rows and _is_answered(each.rows[row])]
@@ -87,81 +54,61 @@ def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect] | None:
     return sorted((each for each in found if each.strength), key=lambda each: (-each.strength, each.row))
 
 
-def suspect_lines(suspects: Sequence[Suspect]) -> str:
-    return "".join(json.dumps(asdict(each)) + "\n" for each in suspects)
-
-
 def _is_answered(row: RecordedRow) -> bool:
     """An answer that was cut off says nothing of what it lacks."""
     return bool(row.answer) and row.finish_reason != TRUNCATED
-
-
-def _version(evaluation: RowEvaluation) -> _Version:
-    rows, counts = sorted(evaluation.rows), evaluation.scores.counts("class")
-    matched = dict(zip(rows, evaluation.scores.matched(), strict=True))
-    return _Version(
-        evaluation.version,
-        evaluation.rows,
-        {row: frozenset(true for _, true, _ in pairs) for row, pairs in matched.items()},
-        {row: frozenset(prediction for prediction, _, _ in pairs) for row, pairs in matched.items()},
-        {label: each.matched / each.true for label, each in counts.items() if each.true},
-        {label: each.matched / each.predicted for label, each in counts.items() if each.predicted},
-    )
 
 
 def _iou(one: Box, other: Box) -> float:
     return float(iou_matrix([one], [other])[0, 0])
 
 
-def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
+def _never_found(row: int, versions: Sequence[RowEvaluation]) -> Iterator[Suspect]:
     newest = versions[-1].rows[row]
     truth = newest.truth or LabelledBoxes()
-    found = frozenset.union(*(each.found[row] for each in versions))
+    found = {true for each in versions for _, true, _ in each.matched[row]}
     for index, (label, box) in enumerate(zip(truth.ref, truth.bbox, strict=True)):
         if index in found:
             continue
         answers = [version.rows[row].objects for version in versions[-FEWEST:]]
-        said = [
-            {name for name, place in zip(each.ref, each.bbox, strict=True) if _iou(place, box) >= _SAME}
-            for each in answers
-        ]
-        yield Suspect(
-            kind=SuspectKind.NEVER_FOUND,
-            row=row,
-            image=newest.file or newest.image,
-            label=label,
-            box=box,
-            strength=round(fmean(version.recall[label] for version in versions), 4),
-            versions=tuple(version.version for version in versions),
-            predicted_instead=min(set.intersection(*said), default=None),
+        said = set.intersection(
+            *(
+                {name for name, place in zip(each.ref, each.bbox, strict=True) if _iou(place, box) >= _SAME}
+                for each in answers
+            )
         )
+        what = "truth never found" + (f", they say {min(said)!r}" if said else "")
+        counts = [version.counts[label] for version in versions]
+        strength = fmean(each.matched / each.true for each in counts)
+        yield Suspect(row, newest.file or newest.image, label, box, what, strength)
 
 
-def _always_added(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
+def _always_added(row: int, versions: Sequence[RowEvaluation]) -> Iterator[Suspect]:
     newest = versions[-1].rows[row]
     truth = newest.truth or LabelledBoxes()
-    for label, box in versions[-1].false(row):
+    for label, box in _false(versions[-1], row):
         if any(_iou(box, true) >= _NEAR for true in truth.bbox):
             continue
         seen = [box]
         for version in versions[:-1]:
-            alike = [place for name, place in version.false(row) if name == label]
+            alike = [place for name, place in _false(version, row) if name == label]
             seen += sorted(alike, key=lambda other: _iou(other, box))[-1:]
         least = min(_iou(a, b) for a, b in combinations(seen, 2)) if len(seen) == len(versions) else 0.0
         if least >= _SAME:
-            yield Suspect(
-                kind=SuspectKind.ALWAYS_ADDED,
-                row=row,
-                image=newest.file or newest.image,
-                label=label,
-                box=box,
-                strength=round(least * fmean(version.precision[label] for version in versions), 4),
-                versions=tuple(version.version for version in versions),
-            )
+            counts = [version.counts[label] for version in versions]
+            strength = least * fmean(each.matched / each.predicted for each in counts)
+            yield Suspect(row, newest.file or newest.image, label, box, "false in all versions", strength)
 
 
-def suspects_section(suspects: Sequence[Suspect] | None) -> Section:
-    """The strongest ones; the file beside the page has all."""
+def _false(version: RowEvaluation, row: int) -> Iterator[tuple[str, Box]]:
+    objects, right = version.rows[row].objects, {prediction for prediction, _, _ in version.matched[row]}
+    for index, found in enumerate(zip(objects.ref, objects.bbox, strict=True)):
+        if index not in right:
+            yield found
+
+
+def suspects_section(suspects: Sequence[Suspect]) -> Section:
+    """The strongest ones."""
     title = "Suspected label errors"
     if not suspects:
         return Section("suspects", title)
@@ -174,7 +121,7 @@ def suspects_section(suspects: Sequence[Suspect] | None) -> Section:
         (
             str(each.row),
             each.label,
-            each.kind + (f", they say {each.predicted_instead!r}" if each.predicted_instead else ""),
+            each.what,
             ", ".join(f"{value:g}" for value in each.box),
             f"{each.strength:.2f}",
             each.image,

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from swift_stage2.checks.feeding import sustained
-from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
-from swift_stage2.report.run_data import RunData
+from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import Start, Step
@@ -32,11 +32,6 @@ from swift_stage2.telemetry.timing import NANOSECONDS, Activity, in_seconds
 SLOWDOWN = 0.03  # of steps beside rollouts; more than this is told
 WORTH = 0.05
 """Of the wanted B steps, the first of which comes before any pack, or of the training part; more is told."""
-_FEED = (
-    " A smaller stage2_ab.channel_b.packing.packing_length needs fewer rollouts for a step, a larger "
-    "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
-    "Queue and version lag shows how many packs were ready, and doctor --live computes the settings."
-)
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""
 FEWEST_QUIET = 5
@@ -51,17 +46,6 @@ class TrainedStep:
     seconds: float
     is_quiet: bool
     """No rollout was in flight when it began and when it ended, and no round ran at its end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankWork:
-    rank: int
-    steps: Sequence[TrainedStep]
-    syncing_s: float
-    pipeline_s: Mapping[str, float]
-    """The pipeline thread's seconds by activity; empty without its clock."""
-    packs_made: int
-    packs_trained: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +73,41 @@ class ChannelPace:
         return self.busy_s / self.quiet_s - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Speed:
     """One rank's comparison, in seconds; the module's first lines tell how it is computed."""
 
     rank: int
-    paces: tuple[ChannelPace, ...]
-    working_s: Mapping[str, float]
-    """The pipeline's work by activity, for the packs that were trained."""
-    steps_s: float  # S
+    steps: Sequence[TrainedStep]
     rounds_s: float  # R
-    rollouts_s: float  # P
-    inline_s: float
-    ideal_s: float
-    wall_s: float  # W
-    speed_up: float
-    bound: float
-    fraction: float
+    working_s: Mapping[str, float]
+    """The pipeline's work by activity, for the packs that were trained; empty without its clock or a pack."""
+
+    @property
+    def lacks(self) -> str:
+        """What is missing for a comparison; empty if nothing is."""
+        if not any(step.seconds for step in self.steps):
+            return "no step was timed: a run of two steps or more tells"
+        if not any(step.channel == "B" for step in self.steps):
+            return "no step on channel B was timed, so nothing ran side by side"
+        return "" if self.working_s else "no pack was made before the last logging step"
+
+    @cached_property
+    def paces(self) -> tuple[ChannelPace, ...]:
+        channels = sorted({step.channel for step in self.steps})
+        return tuple(_pace(name, [step for step in self.steps if step.channel == name]) for name in channels)
+
+    @cached_property
+    def steps_s(self) -> float:  # S
+        return sum(pace.num_steps * pace.quiet_s for pace in self.paces)
+
+    @cached_property
+    def rollouts_s(self) -> float:  # P
+        return sum(self.working_s.values())
+
+    @cached_property
+    def wall_s(self) -> float:  # W
+        return sum(step.seconds for step in self.steps) + self.rounds_s
 
     @property
     def learner_s(self) -> float:
@@ -120,31 +122,36 @@ class Speed:
     @property
     def facts(self) -> dict[str, float]:
         """Every number, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, int | float)}
+        inline_s, ideal_s = self.learner_s + self.rollouts_s, max(self.learner_s, self.rollouts_s)
+        return {
+            "rank": self.rank,
+            "steps_s": self.steps_s,
+            "rounds_s": self.rounds_s,
+            "rollouts_s": self.rollouts_s,
+            "inline_s": inline_s,
+            "ideal_s": ideal_s,
+            "wall_s": self.wall_s,
+            "speed_up": inline_s / self.wall_s,
+            "bound": inline_s / ideal_s,
+            "fraction": ideal_s / self.wall_s,
+        }
 
 
-def works_of(run: RunData) -> list[RankWork]:
-    """Every rank's work up to its last metrics, which alone tell of the pipeline; all of it without any."""
-    works = []
-    for rank in run.ranks:
-        last = rank.metrics
-        until, numbers = (math.inf, {}) if last is None else (last.time, last.numbers)
-        steps = [step for step in rank.steps.values() if step.time <= until]
-        timed = trained_steps(rank, until)
-        untimed = {step.step for step in steps} - {step.step for step in timed}
-        works.append(
-            RankWork(
-                rank=rank.rank,
-                steps=timed,
-                syncing_s=sum(_spent(step, Activity.SYNCING) for step in steps),
-                pipeline_s=in_seconds(last.pipeline_ns if last is not None else None),
-                packs_made=int(numbers.get("packs_made", 0)),
-                packs_trained=int(numbers.get("packs_trained", 0))
-                - sum(len(rank.steps[n].packs) for n in untimed),
-            )
-        )
-    return works
+def speed_of(rank: RankEvents) -> Speed:
+    """Of its work up to its last metrics, which alone tell of the pipeline; of all without any."""
+    last = rank.metrics
+    until, numbers = (math.inf, {}) if last is None else (last.time, last.numbers)
+    steps, timed = [step for step in rank.steps.values() if step.time <= until], trained_steps(rank, until)
+    untimed = {step.step for step in steps} - {step.step for step in timed}
+    num_made = numbers.get("packs_made", 0)
+    num_trained = numbers.get("packs_trained", 0) - sum(len(rank.steps[n].packs) for n in untimed)
+    spent_s = in_seconds(last.pipeline_ns if last is not None and num_made else None)
+    return Speed(
+        rank=rank.rank,
+        steps=timed,
+        rounds_s=sum(_spent(step, Activity.SYNCING) for step in steps),
+        working_s={name: spent_s.get(name, 0.0) * num_trained / num_made for name in WORKING if spent_s},
+    )
 
 
 def trained_steps(rank: RankEvents, until: float = math.inf) -> list[TrainedStep]:
@@ -172,52 +179,9 @@ def trained_steps(rank: RankEvents, until: float = math.inf) -> list[TrainedStep
     ]
 
 
-def slowest(works: Iterable[RankWork]) -> Speed | str:
-    """The comparison of the rank whose training part took longest, or what is missing for one."""
-    found = [measure(work) for work in works]
-    speeds = [speed for speed in found if isinstance(speed, Speed)]
-    if speeds:
-        return max(speeds, key=lambda speed: speed.wall_s)
-    return next((reason for reason in found if isinstance(reason, str)), "there is no log of a rank")
-
-
-def measure(work: RankWork) -> Speed | str:
-    """One rank's comparison, or what is missing for it."""
-    training_s = sum(step.seconds for step in work.steps)
-    if not training_s:
-        return "no step was timed: a run of two steps or more tells"
-    if not any(step.channel == "B" for step in work.steps):
-        return "no step on channel B was timed, so nothing ran side by side"
-    if not (work.pipeline_s and work.packs_made):
-        return "no pack was made before the last logging step"
-    share = work.packs_trained / work.packs_made
-    paces = tuple(paces_of(work.steps))
-    working_s = {name: work.pipeline_s.get(name, 0.0) * share for name in WORKING}
-    steps_s = sum(pace.num_steps * pace.quiet_s for pace in paces)
-    rounds_s, rollouts_s = work.syncing_s, sum(working_s.values())
-    inline_s, ideal_s = steps_s + rounds_s + rollouts_s, max(steps_s + rounds_s, rollouts_s)
-    wall_s = training_s + rounds_s
-    return Speed(
-        rank=work.rank,
-        paces=paces,
-        working_s=working_s,
-        steps_s=steps_s,
-        rounds_s=rounds_s,
-        rollouts_s=rollouts_s,
-        inline_s=inline_s,
-        ideal_s=ideal_s,
-        wall_s=wall_s,
-        speed_up=inline_s / wall_s,
-        bound=inline_s / ideal_s,
-        fraction=ideal_s / wall_s,
-    )
-
-
-def paces_of(steps: Sequence[TrainedStep]) -> list[ChannelPace]:
-    return [
-        _pace(channel, [step for step in steps if step.channel == channel])
-        for channel in sorted({step.channel for step in steps})
-    ]
+def slowest(speeds: Sequence[Speed]) -> Speed:
+    """The rank whose training part took longest, of those that can be compared if any can."""
+    return max(speeds, key=lambda speed: (not speed.lacks, speed.wall_s))
 
 
 def _pace(channel: str, steps: Sequence[TrainedStep]) -> ChannelPace:
@@ -241,16 +205,15 @@ def _spent(step: Step, *activities: Activity) -> float:
     return sum(step.activity_ns.get(activity, 0) for activity in activities) / NANOSECONDS
 
 
-def verdict_section(works: Sequence[RankWork], summary: RunSummary, b_ratio: float | None) -> Section:
+def verdict_section(speed: Speed, summary: RunSummary, b_ratio: float | None) -> Section:
     """``b_ratio`` as it is set; None where the run did not write it down."""
-    speed = slowest(works)
     unused = summary.unused_b
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
-    if isinstance(speed, Speed):
+    if not speed.lacks:
         parts += [_headline(speed, summary), _missed(summary)]
         parts += [*map(Sentence, bottlenecks(speed, summary, b_ratio)), _sums(speed)]
     else:
-        parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
+        parts.append(Sentence(f"No speed-up can be told: {speed.lacks}.", Tone.WARN))
         parts += map(Sentence, bottlenecks(None, summary, b_ratio))
     return Section("verdict", "Verdict", filled(parts))
 
@@ -262,9 +225,9 @@ def _headline(speed: Speed, summary: RunSummary) -> Headline:
     of_bound = f"of the bound for the {summary.num_b_run} B steps that ran" if is_short else "of the bound"
     return Headline(
         (
-            ("speed-up, computed", f"{speed.speed_up:.2f} ×", once),
-            ("bound", f"{speed.bound:.2f} ×", most),
-            ("reached", f"{min(1.0, speed.fraction):.0%}", of_bound),
+            ("speed-up, computed", f"{speed.facts['speed_up']:.2f} ×", once),
+            ("bound", f"{speed.facts['bound']:.2f} ×", most),
+            ("reached", f"{min(1.0, speed.facts['fraction']):.0%}", of_bound),
             ("B steps", f"{summary.num_b_run} of {summary.num_b_wanted}", "that the schedule wanted"),
         )
     )
@@ -282,6 +245,7 @@ def _missed(summary: RunSummary) -> Sentence | None:
 
 
 def _sums(speed: Speed) -> Table:
+    facts = speed.facts
     work = ", ".join(f"{name} {seconds(spent)}" for name, spent in speed.working_s.items())
     rows = [
         (
@@ -300,12 +264,12 @@ def _sums(speed: Speed) -> Table:
         ("S, steps", seconds(speed.steps_s), "the sum of these"),
         ("R, sync rounds", seconds(speed.rounds_s), "the main thread in rounds"),
         ("P, rollouts", seconds(speed.rollouts_s), f"{work}; for the packs that were trained"),
-        ("inline", seconds(speed.inline_s), "S + R + P: one after another"),
-        ("ideal", seconds(speed.ideal_s), "max(S + R, P): side by side without loss"),
+        ("inline", seconds(facts["inline_s"]), "S + R + P: one after another"),
+        ("ideal", seconds(facts["ideal_s"]), "max(S + R, P): side by side without loss"),
         ("W, measured", seconds(speed.wall_s), "steps and rounds as they were"),
-        ("speed-up", f"{speed.speed_up:.2f} ×", "inline / W"),
-        ("bound", f"{speed.bound:.2f} ×", "inline / ideal"),
-        ("reached", f"{speed.fraction:.1%}", "speed-up / bound = ideal / W"),
+        ("speed-up", f"{facts['speed_up']:.2f} ×", "inline / W"),
+        ("bound", f"{facts['bound']:.2f} ×", "inline / ideal"),
+        ("reached", f"{facts['fraction']:.1%}", "speed-up / bound = ideal / W"),
     ]
     title = f"How it is computed, of rank {speed.rank}"
     return Table(title, ("part", "value", "how"), tuple(rows), ends_in_words=True)
@@ -316,12 +280,9 @@ def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None)
 
     Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
     """
-    is_advised = False
     is_lost = summary.skips.get("servers_suspect", 0) > WORTH * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        advice = _b_ratio(speed, summary, b_ratio, upwards=speed.learner_binds)
-        is_advised = bool(advice) and not speed.learner_binds
-        yield _binding(speed) + advice
+        yield _binding(speed) + _b_ratio(speed, summary, b_ratio)
         if speed.rounds_s > WORTH * speed.wall_s:
             num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
             yield (
@@ -336,7 +297,7 @@ def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None)
                     "own."
                 )
     if not is_lost:
-        yield from _missing_packs(speed, summary, b_ratio, is_told=is_advised)
+        yield from _missing_packs(summary)
     for reason, missed in summary.skips.items():
         if reason != SkipReason.NOT_ENOUGH_PACKS:
             yield f"{missed} wanted B steps did not run: {SKIP_CAUSES[reason]}; section Sync rounds says more."
@@ -364,11 +325,11 @@ def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     return sustained(summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s)
 
 
-def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None, *, upwards: bool) -> str:
-    """The ratio that the rollouts sustain, if it lies in that direction of the wanted one; else nothing."""
+def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None) -> str:
+    """The ratio that the rollouts sustain, if it is above the wanted one and they have time left, or below it."""
     if not speed.rollouts_s:
         return ""
-    ratio = sustained_b_ratio(speed, summary)
+    ratio, upwards = sustained_b_ratio(speed, summary), speed.learner_binds
     wanted = summary.num_b_wanted / summary.num_steps if b_ratio is None else b_ratio
     if ratio == wanted or (ratio > wanted) != upwards:
         return ""
@@ -378,10 +339,7 @@ def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None, *, upward
     )
 
 
-def _missing_packs(
-    speed: Speed | None, summary: RunSummary, b_ratio: float | None, *, is_told: bool
-) -> Iterator[str]:
-    """``is_told``: what binds, and what would help, has been named already."""
+def _missing_packs(summary: RunSummary) -> Iterator[str]:
     later = summary.skips.get("not_enough_packs", 0) - summary.num_b_too_early
     num_stale = int(
         sum(summary.totals[f"{what}_dropped_stale"] for what in ("packs", "segments", "rollouts"))
@@ -391,10 +349,9 @@ def _missing_packs(
             f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale; raise "
             "stage2_ab.channel_b.prefetch.version_window."
         )
-    elif later > WORTH * summary.num_b_wanted and not is_told:
-        advice = _b_ratio(speed, summary, b_ratio, upwards=False) if speed else ""
+    elif later > WORTH * summary.num_b_wanted:
         late = "" if summary.num_b_run else ", or began too late"
         yield (
             f"{later} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
-            f"too slow for this share{late}.{advice or _FEED}"
+            f"too slow for this share{late}; doctor --live computes the settings."
         )

@@ -76,7 +76,7 @@ class TensorBoardSink:
         self._writer: FileWriter | None = None
         self._closed = directory is None
 
-    def write_scalars(self, step: int, scalars: Mapping[str, float], wall_time: float | None = None) -> None:
+    def write_scalars(self, step: int, scalars: Mapping[str, float], *, flush: bool = True) -> None:
         """Write all ``scalars``, by full tag, as one event."""
         if self._closed or not scalars:
             return
@@ -87,8 +87,9 @@ class TensorBoardSink:
         with self._until_full():
             if self._writer is None:
                 self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
-            self._writer.add_summary(Summary(value=values), step, wall_time)
-            self._writer.event_writer.flush()
+            self._writer.add_summary(Summary(value=values), step)
+            if flush:
+                self._writer.event_writer.flush()
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called again."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from swift_stage2.telemetry.events import (
 from swift_stage2.telemetry.metrics import PREFIX, Counters, Gather, merged
 from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
-from swift_stage2.telemetry.timing import NANOSECONDS, ActivityClock, Trace
+from swift_stage2.telemetry.timing import ActivityClock, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Telemetry:
         self._world_size = world_size
         self.counters = Counters(reward_terms)
         self.trace = Trace(trace)
-        self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
+        self.clock = ActivityClock(on_closed=partial(self.trace.record, track="learner"))
         self.activity = self.clock.activity
 
         self.log = EventLog(event_path(run_dir, rank) if events else None)
@@ -85,14 +85,13 @@ class Telemetry:
         self.evaluation = EvaluationRecorder(self.log, matches)
         self._board = TensorBoardSink(run_dir / "runs" if tensorboard and rank == 0 else None)
         self._say = say
-        self._told_ns = self.clock.totals_ns()  # by events of steps
+        self._told_ns = self.clock.state_dict()  # by events of steps
         self._total_steps = total_steps
         self._status = StatusLine(total_steps, queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
-        self._plans: list[tuple[int, float, dict[str, float]]] = []
         self._has_started = self._closed = False
 
     def record_start(self, **facts: Any) -> None:
@@ -110,14 +109,13 @@ class Telemetry:
     def record_step(self, told: Step) -> None:
         """Count one step when its plan is made, and write it down with the time since the step before."""
         self._count_step(told)
-        totals = self.clock.totals_ns()
+        totals = self.clock.state_dict()
         spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
         self._told_ns = totals
         activity_ns = {activity: ns for activity, ns in spent.items() if ns}
         self.log.write(told.model_copy(update={"activity_ns": activity_ns}))
-        end_ns = self.trace.now_ns()
-        self.trace.record("plan", end_ns - int(told.plan_seconds * NANOSECONDS), end_ns)
-        self._plans.append((told.step, time.time(), scalars_of_plan(told)))
+        self.trace.record_last("plan", told.plan_seconds)
+        self._board.write_scalars(told.step, scalars_of_plan(told), flush=False)
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
@@ -209,7 +207,6 @@ class Telemetry:
         self._window_start = totals
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
-        self._flush_plans()
         self._board.write_scalars(step, values)
         return values
 
@@ -228,7 +225,7 @@ class Telemetry:
         self.clock.load_state_dict(state["activity_ns"])
         self.pipeline.clock.load_state_dict(state.get("pipeline_ns", {}))
         self._window_start = dict(state["window_start"])
-        self._told_ns = self.clock.totals_ns()  # earlier processes have told of theirs
+        self._told_ns = self.clock.state_dict()  # earlier processes have told of theirs
 
     def close(self) -> None:
         """Write what is left and close every file. May be called again."""
@@ -240,7 +237,6 @@ class Telemetry:
         self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
         if self.log.failure:
             logger.warning("the event log lacks its end: %s", self.log.failure)
-        self._flush_plans()
         self._board.close()
         self.clock.end_interval()
         if self._queue_limit is not None:
@@ -285,11 +281,6 @@ class Telemetry:
                 pipeline_ns=None if self._queue_limit is None else self.pipeline.clock.state_dict(),
             )
         )
-
-    def _flush_plans(self) -> None:
-        for step, wall_time, values in self._plans:
-            self._board.write_scalars(step, values, wall_time)
-        self._plans.clear()
 
     def _say_status(self, loss: float | None) -> None:
         if (line := self._status.line(loss)) and self._say is not None:

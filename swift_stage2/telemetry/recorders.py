@@ -12,6 +12,7 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from swift_stage2.columns import given_by
@@ -108,8 +109,9 @@ class PipelineRecorder:
     """Whether answers are kept for a replay."""
 
     def __post_init__(self) -> None:
-        now_ns, on_closed = self.trace.now_ns, self.trace.recorder_of("pipeline")
-        self.clock = IntervalClock(PipelineActivity.IDLE, now_ns, on_closed)
+        self.clock = IntervalClock(
+            PipelineActivity.IDLE, on_closed=partial(self.trace.record, track="pipeline")
+        )
         self._num_posts_out = 0
         self._posts_lock = threading.Lock()
         self._last_progress_s = time.monotonic()
@@ -224,8 +226,7 @@ class PipelineRecorder:
     def _stage(self, name: str, seconds: float) -> None:
         self.counters.add(f"stage_seconds/{name}", max(0.0, seconds))
         if name != "rollout":  # its POSTs have spans of their own
-            end_ns = self.trace.now_ns()
-            self.trace.record(name, end_ns - int(seconds * 1e9), end_ns)
+            self.trace.record_last(name, seconds)
 
     def _count_quality(self, quality: MatchQuality) -> None:
         add = self.counters.add

@@ -62,8 +62,6 @@ class RunSummary:
     """Error → how often a server failed a round with it."""
     activity: Mapping[int, Mapping[str, float]]
     """By rank, seconds of its main thread in each activity, which add up to wall time."""
-    missing_ranks: tuple[int, ...]
-    """Ranks that the run had and whose log is not there."""
     unused_b: str
     """Why channel B hardly ran, as the run told at its end."""
 
@@ -91,7 +89,6 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
         for step in rank.steps.values()
         for version in step.packs.values()
     )
-    world_size = max((rank.start.world_size for rank in ranks if rank.start is not None), default=0)
     rounds = [each for each in first.of(Round) if each.kind == "round"]
     servers = [server for each in rounds for server in each.servers.values()]
     return RunSummary(
@@ -123,7 +120,6 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
         activity={
             rank.rank: in_seconds(rank.metrics.activity_ns) for rank in ranks if rank.metrics is not None
         },
-        missing_ranks=tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks})),
         unused_b=first.of(End)[-1].unused_b if first.has_ended else "",
     )
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -81,9 +80,6 @@ class IntervalClock(Generic[ActivityT]):
         with self._lock:
             self._begin(self._current)
 
-    def totals_ns(self) -> dict[ActivityT, int]:
-        return self.read_ns()[0]
-
     def read_ns(self) -> tuple[dict[ActivityT, int], int]:
         """Nanoseconds per activity until now, and the wall time of the same moment, which is exactly their sum."""
         with self._lock:
@@ -92,7 +88,7 @@ class IntervalClock(Generic[ActivityT]):
 
     def state_dict(self) -> dict[str, int]:
         """The totals, for a checkpoint; time between two processes of a run belongs to no activity."""
-        return {str(activity): total for activity, total in self.totals_ns().items()}
+        return {str(activity): total for activity, total in self.read_ns()[0].items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Add the time of the processes before this one."""
@@ -203,18 +199,10 @@ class Span:
 class Trace:
     """One rank's spans. Safe for any number of threads."""
 
-    def __init__(
-        self,
-        enabled: bool,
-        *,
-        capacity: int = DEFAULT_CAPACITY,
-        now_ns: Callable[[], int] = time.perf_counter_ns,
-    ) -> None:
+    def __init__(self, enabled: bool, *, capacity: int = DEFAULT_CAPACITY) -> None:
         self.enabled = enabled
-        self.now_ns = now_ns
         self._spans: deque[Span] = deque(maxlen=capacity)
-        self._lock = threading.Lock()
-        self._unix_offset_ns = time.time_ns() - now_ns()
+        self._unix_offset_ns = time.time_ns() - time.perf_counter_ns()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """A block to be recorded under ``name``, also when it raises."""
@@ -222,65 +210,53 @@ class Trace:
 
     @contextmanager
     def _open_span(self, name: str) -> Iterator[None]:
-        start_ns = self.now_ns()
+        start_ns = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.record(name, start_ns, self.now_ns())
+            self.record(name, start_ns, time.perf_counter_ns())
 
     def record(self, name: str, start_ns: int, end_ns: int, track: str | None = None) -> None:
         """Record an interval that the caller measured, by default on this thread's track."""
-        if not self.enabled:
-            return
-        span = Span(name, track or threading.current_thread().name, start_ns, end_ns)
-        with self._lock:
-            self._spans.append(span)
+        if self.enabled:
+            self._spans.append(Span(name, track or threading.current_thread().name, start_ns, end_ns))
 
-    def recorder_of(self, track: str) -> Callable[[str, int, int], None]:
-        return partial(self.record, track=track)
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The buffer's intervals, in the order in which the intervals ended."""
-        with self._lock:
-            return tuple(self._spans)
+    def record_last(self, name: str, seconds: float) -> None:
+        """Record what has taken so long until now."""
+        end_ns = time.perf_counter_ns()
+        self.record(name, end_ns - int(seconds * NANOSECONDS), end_ns)
 
     def take(self) -> tuple[Span, ...]:
-        """The same, and the buffer is empty."""
-        with self._lock:
-            spans = tuple(self._spans)
-            self._spans.clear()
-            return spans
+        """The buffer's intervals, in the order in which they ended; it is empty then."""
+        return tuple(self._spans.popleft() for _ in range(len(self._spans)))
 
-    def chrome_trace(self, rank: int) -> dict[str, Any]:
-        """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of Unix time."""
-        spans = self.spans
+    def save(self, path: Path, rank: int) -> None:
+        """Write them in Chrome's trace format, whole or not at all: a process per rank, a track per thread."""
+        if not self.enabled:
+            return
+        spans = self.take()
         tracks = {name: index for index, name in enumerate(dict.fromkeys(span.track for span in spans))}
-        names = [_metadata("process_name", rank, 0, f"rank {rank}")]
-        names += [_metadata("thread_name", rank, index, name) for name, index in tracks.items()]
-        events = [
+        named = [
+            ("process_name", 0, f"rank {rank}"),
+            *(("thread_name", n, name) for name, n in tracks.items()),
+        ]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
+            for kind, track, name in named
+        ]
+        events += [
             {
                 "ph": "X",
                 "name": span.name,
                 "pid": rank,
                 "tid": tracks[span.track],
-                "ts": (span.start_ns + self._unix_offset_ns) / 1000,
+                "ts": (span.start_ns + self._unix_offset_ns) / 1000,  # microseconds
                 "dur": (span.end_ns - span.start_ns) / 1000,
             }
             for span in spans
         ]
-        return {"traceEvents": names + events}
-
-    def save(self, path: Path, rank: int) -> None:
-        """Write the Chrome trace to ``path``, whole or not at all."""
-        if not self.enabled:
-            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(self.chrome_trace(rank)))
+            write_whole(path, json.dumps({"traceEvents": events}))
         except OSError as error:
             logger.warning("no trace: %s: %s", path, error)
-
-
-def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}

@@ -17,7 +17,7 @@ from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.targets import AlternativeTokens, order_missed
 from swift_stage2.config import MissedOrder
-from swift_stage2.records import MatchQuality, SampleKey, Target
+from swift_stage2.records import SampleKey
 from swift_stage2.training.losses import cut_aux_targets, loss_with_aux_targets
 
 Object = tuple[str, tuple[int, int, int, int]]

@@ -12,7 +12,7 @@ from golden import Golden, name_of
 from PIL import Image
 
 from swift_stage2.checks.checks import check_data
-from swift_stage2.dataset.survey import survey
+from swift_stage2.data.survey import survey
 from swift_stage2.errors import ConfigError, DatasetError
 
 SIZE = (40, 30)

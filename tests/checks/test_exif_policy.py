@@ -16,8 +16,8 @@ import torch
 from PIL import Image, ImageOps
 from real_model import boxes_of, make_encoder, make_template, sample_of
 
-from swift_stage2.dataset.picture import look_at
-from swift_stage2.detections.drawing import Drawing, gallery_image
+from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.picture import look_at
 from swift_stage2.servers.image_opening import decode_image, without_orientation
 
 SUFFIXES = ["jpg", "png", "webp"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from pathlib import Path
 
 from hypothesis import given
@@ -15,10 +14,8 @@ from swift_stage2.demo.demo_config import (
     STAGE1,
     DemoJob,
     config_of,
-    held_ports,
     write_config,
 )
-from swift_stage2.runtime.network import free_ports
 
 
 def _job(directory: Path, b_ratio: float = 0.3, **changes: object) -> DemoJob:
@@ -49,12 +46,3 @@ def test_every_share_of_b_gives_one_server_and_deadlines_that_fit(b_ratio: float
     config = bind(Stage2Config, config_of(_job(Path("/x"), b_ratio), (4001, 4002)))
     assert len(config.rollout.servers) == len(config.launch.servers) == 1
     assert config.stage2_ab.schedule.b_ratio == b_ratio
-
-
-def test_a_port_that_somebody_listens_on_is_held() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        assert held_ports((port, *free_ports(1))) == [port]
-    assert held_ports((port,)) == []

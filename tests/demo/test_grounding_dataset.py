@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_stage2.demo import grounding_dataset
 from swift_stage2.demo.grounding_dataset import answer_text, write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
 
@@ -39,26 +38,3 @@ def test_the_template_renders_the_object_list_dialect(tmp_path: Path, template: 
     answer = [token for token in encoding["labels"] if token != -100]
     assert template.tokenizer.decode(answer) == answer_text(objects) + "<|im_end|>\n"
     assert json.loads(answer_text(objects)) == [{"bbox_2d": [*box], "label": label} for label, box in objects]
-
-
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-
-    def failing(kind: SceneKind, seed: int, **options: Any) -> Any:
-        if len(drawn) == 2:
-            raise KeyboardInterrupt
-        drawn.append(seed)
-        return make_scene(kind, seed, **options)
-
-    monkeypatch.setattr(grounding_dataset, "make_scene", failing)
-    with pytest.raises(KeyboardInterrupt):
-        write_dataset(tmp_path / "data", SceneKind.SHAPES, 5, Split.TRAIN, 0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_data_set_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "mine").write_text("keep")
-    with pytest.raises(OSError, match="not empty"):
-        write_dataset(tmp_path / "data", SceneKind.SHAPES, 1, Split.TRAIN, 0)
-    assert [path.name for path in tmp_path.rglob("*")] == ["data", "mine"]

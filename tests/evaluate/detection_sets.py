@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from swift_stage2.data.scores import DetectionData, ObjectArrays
 from swift_stage2.demo.grounding_dataset import grounding_row
-from swift_stage2.detections.scores import DetectionData, ObjectArrays
 
 SIDE = 400
 Boxes = Sequence[tuple[str, Sequence[float]]]

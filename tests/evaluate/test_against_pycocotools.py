@@ -12,7 +12,7 @@ from detection_sets import random_data
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from swift_stage2.detections.scores import DetectionData, DetectionScores, ObjectArrays
+from swift_stage2.data.scores import DetectionData, DetectionScores, ObjectArrays
 
 NUM_CASES = 1000
 MOST_DETECTIONS = 100

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.cli import main
-from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
-from swift_stage2.detections.prediction import (
+from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
     TrueRow,
@@ -28,6 +26,7 @@ from swift_stage2.detections.prediction import (
     read_rows,
     write_predictions,
 )
+from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
 from swift_stage2.records import match_ratios
@@ -131,17 +130,6 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     assert again["eval/ap"]["value"] == facts["metrics"]["eval/ap"]["value"]
 
 
-def test_a_row_whose_prompt_is_refused_keeps_the_size_of_its_picture(
-    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
-) -> None:
-    messages = [{"role": "user", "content": "<image>Where is <bbox>?"}, true_rows[0].row["messages"][-1]]
-    rows = [replace(true_rows[0], row={**true_rows[0].row, "messages": messages}), *true_rows[1:]]
-    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, "[]")) as server:
-        found = ask_server(server.url, rows, encoder, QUESTIONS, lambda number: None)
-    assert found[0].answer is None
-    assert (found[0].width, found[0].height) == (WIDTH, HEIGHT)
-
-
 def test_boxes_become_pixels_and_the_server_is_asked_row_by_row(
     encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
 ) -> None:
@@ -160,56 +148,35 @@ def test_boxes_become_pixels_and_the_server_is_asked_row_by_row(
     assert progress[-1] == 12
 
 
-def test_of_an_answer_that_is_not_read_whole_no_object_counts(
-    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+@pytest.mark.parametrize(("status", "told"), [(400, "this image"), (504, "too late")])
+def test_a_row_that_brings_no_answer_fails_alone(
+    encoder: Encoder,
+    true_rows: list[TrueRow],
+    prompt_ids: list[int],
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    told: str,
 ) -> None:
-    text = json.dumps([{"bbox_2d": [14, 28, 70, 112], "label": "car"}])[:-1]
-    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text)) as server:
-        found = ask_server(server.url, true_rows, encoder, QUESTIONS)
-    assert {(each.objects.bbox, each.answer) for each in found} == {((), text)}
-
-
-def test_a_server_that_reads_another_prompt_is_refused(encoder: Encoder, true_rows: list[TrueRow]) -> None:
-    with (
-        FakeRolloutServer(on_infer=lambda call: answers(call, [1, 2, 3], "[]")) as server,
-        pytest.raises(UserError, match="pixel limits"),
-    ):
-        ask_server(server.url, true_rows, encoder, QUESTIONS)
-
-
-def test_a_refused_row_fails_alone(
-    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = encoder.request(sample_of(true_rows[2].row))["images"][0]
-    missing = TrueRow(
-        len(true_rows), "/none.png", true_rows[0].truth, {**true_rows[0].row, "images": ["/none.png"]}
-    )
+    """One is refused by the server or late, one by the template, and of one the image is not there."""
+    bad, first = encoder.request(sample_of(true_rows[2].row))["images"][0], true_rows[0]
+    messages = [{"role": "user", "content": "<image>Where is <bbox>?"}, first.row["messages"][-1]]
+    number = len(true_rows)
+    odd = [
+        TrueRow(number, first.image, first.truth, {**first.row, "messages": messages}),
+        TrueRow(number + 1, "/none.png", first.truth, {**first.row, "images": ["/none.png"]}),
+    ]
 
     def refuse(call: Call) -> Answer:
         images = [request["images"][0] for request in call.requests]
-        return error(400, "this image") if bad in images else answers(call, prompt_ids, "[]")
+        return error(status, told) if bad in images else answers(call, prompt_ids, "[]")
 
     with FakeRolloutServer(on_infer=refuse) as server:
-        found = ask_server(server.url, [*true_rows, missing], encoder, QUESTIONS)
-    assert [number for number, each in enumerate(found) if each.finish_reason == FAILED] == [2, 12]
-    told = capsys.readouterr().err
-    assert "this image" in told
-    assert "/none.png" in told
-
-
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_row_that_does_not_end_in_time_fails_alone_at_any_place_of_its_call(
-    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int], place: int
-) -> None:
-    slow = encoder.request(sample_of(true_rows[place].row))["images"][0]
-
-    def late(call: Call) -> Answer:
-        images = [request["images"][0] for request in call.requests]
-        return error(504, "too late") if slow in images else answers(call, prompt_ids, "[]")
-
-    with FakeRolloutServer(on_infer=late) as server:
-        found = ask_server(server.url, true_rows, encoder, QUESTIONS)
-    assert [number for number, each in enumerate(found) if each.finish_reason == FAILED] == [place]
+        found = ask_server(server.url, [*true_rows, *odd], encoder, QUESTIONS)
+    assert [n for n, each in enumerate(found) if each.finish_reason == FAILED] == [2, number, number + 1]
+    assert (found[number].answer, found[number].width, found[number].height) == (None, WIDTH, HEIGHT)
+    lines = capsys.readouterr().err
+    assert told in lines
+    assert "/none.png" in lines
 
 
 def test_a_label_that_is_no_text_and_a_huge_box_are_kept_readable(
@@ -221,24 +188,31 @@ def test_a_label_that_is_no_text_and_a_huge_box_are_kept_readable(
     write_predictions(tmp_path / "p.jsonl", found)
     assert read_predictions(tmp_path / "p.jsonl", true_rows[:1]) == found
     assert found[0].objects.ref == ("?",)
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text[:-1])) as server:
+        (cut_off,) = ask_server(server.url, true_rows[:1], encoder, QUESTIONS)
+    assert (cut_off.objects.bbox, cut_off.answer) == (
+        (),
+        text[:-1],
+    )  # of what is not read whole nothing counts
 
 
-def test_no_answer_at_all_is_told_with_the_first_reason(encoder: Encoder, true_rows: list[TrueRow]) -> None:
-    with (
-        FakeRolloutServer(on_infer=lambda call: error(500, "no memory")) as server,
-        pytest.raises(ServerUnavailable, match=r"no row was answered.*no memory"),
-    ):
-        ask_server(server.url, true_rows[:2], encoder, QUESTIONS)
-
-
-def test_a_server_that_is_lost_ends_the_command_at_once(
-    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+@pytest.mark.parametrize(
+    ("on_infer", "refusal", "told"),
+    [
+        (lambda call: error(500, "no memory"), ServerUnavailable, r"no row was answered.*no memory"),
+        (lambda call: answers(call, [1, 2, 3], "[]"), UserError, "pixel limits"),
+        (lambda call: Answer(drop=True), ServerUnavailable, "to the end"),
+    ],
+)
+def test_a_server_that_is_of_no_use_ends_the_command(
+    encoder: Encoder,
+    true_rows: list[TrueRow],
+    on_infer: Callable[[Call], Answer],
+    refusal: type[UserError],
+    told: str,
 ) -> None:
-    def once(call: Call) -> Answer:
-        return answers(call, prompt_ids, "[]") if len(server.infer_calls) == 1 else Answer(drop=True)
-
-    with FakeRolloutServer(on_infer=once) as server, pytest.raises(ServerUnavailable, match="to the end"):
-        ask_server(server.url, true_rows, encoder, QUESTIONS)
+    with FakeRolloutServer(on_infer=on_infer) as server, pytest.raises(refusal, match=told):
+        ask_server(server.url, true_rows[:2], encoder, QUESTIONS)
 
 
 def test_a_frozen_server_ends_the_command_after_two_deadlines(

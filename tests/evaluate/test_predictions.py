@@ -10,7 +10,7 @@ from detection_sets import line, write_lines, write_rows
 from PIL import Image
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
-from swift_stage2.detections.prediction import (
+from swift_stage2.data.prediction import (
     FAILED,
     LabelledBoxes,
     Prediction,
@@ -20,7 +20,7 @@ from swift_stage2.detections.prediction import (
     read_rows,
     write_predictions,
 )
-from swift_stage2.detections.scores import detection_data
+from swift_stage2.data.scores import detection_data
 from swift_stage2.errors import DatasetError
 
 CAR = ("car", (1, 2, 30, 40))

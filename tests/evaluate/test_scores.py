@@ -1,21 +1,16 @@
-"""Precision, recall and F1 are those of training's matching; error types, parts and limits on images written out."""
+"""Precision, recall and F1 are those of training's matching; error types, parts and limits; intervals."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict
-from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 from detection_sets import hand_made, random_data
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from swift_stage2.channel_b.matching import iou_matrix, match_objects
 from swift_stage2.config import MatchingConfig
-from swift_stage2.detections.scores import THRESHOLDS, DetectionData, DetectionScores
+from swift_stage2.data.scores import RATIOS, THRESHOLDS, DetectionData, DetectionScores, ObjectArrays
 from swift_stage2.records import match_ratios
 
 CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)
@@ -52,45 +47,6 @@ def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: 
     for name in ("precision", "recall", "f1"):
         mean = np.mean([each[name] for each in by_threshold])
         assert found[f"eval/{name}_50_95"] == pytest.approx(mean)
-
-
-corners = st.tuples(*[st.integers(0, 4)] * 4)
-boxes = corners.map(lambda c: (min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]), max(c[1], c[3])))
-objects = st.lists(st.tuples(st.sampled_from("ab"), boxes), max_size=4)
-
-
-def iou_of_cells(*both: tuple[int, ...]) -> Fraction:
-    one, other = ({(x, y) for x in range(c[0], c[2]) for y in range(c[1], c[3])} for c in both)
-    return Fraction(len(one & other), len(one | other)) if one | other else Fraction(0)
-
-
-def best_pairs(predicted: list[Any], true: list[Any]) -> tuple[int, Fraction]:
-    """By trying every one-to-one assignment: most hits, then the largest sum of IoU."""
-    best = (0, Fraction(0))
-    slots = [*range(len(true)), *([None] * len(predicted))]
-    for chosen in set(itertools.permutations(slots, len(predicted))):
-        ious = [
-            iou_of_cells(predicted[i][1], true[j][1])
-            for i, j in enumerate(chosen)
-            if j is not None and predicted[i][0] == true[j][0]
-        ]
-        hits = [iou for iou in ious if iou >= Fraction(1, 2)]
-        best = max(best, (len(hits), sum(hits, Fraction(0))))
-    return best
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(objects, objects), min_size=1, max_size=2))
-def test_whole_numbers_equal_brute_force(images: list[tuple[list[Any], list[Any]]]) -> None:
-    score = DetectionScores(hand_made([t for _, t in images], [p for p, _ in images])).points()
-    found = [best_pairs(predicted, true) for predicted, true in images]
-    expected = match_ratios(
-        num_predictions=sum(len(predicted) for predicted, _ in images),
-        num_ground_truth=sum(len(true) for _, true in images),
-        num_pairs=sum(hits for hits, _ in found),
-        sum_iou=float(sum((iou for _, iou in found), Fraction(0))),
-    )
-    assert {name: score.get(f"eval/{name}") for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,3 +106,58 @@ def test_perfect_empty_and_absent_answers() -> None:
     assert nothing["eval/precision"] == 0.0
     assert "eval/ap" not in nothing
     assert DetectionScores(hand_made([[]], [[]])).points() == {}
+
+
+ONE_CAR = ("car", (10, 10, 110, 110))
+
+
+def repeated(side: ObjectArrays, weights: np.ndarray) -> ObjectArrays:
+    """The objects of images written out as often as each weighs."""
+    sources = np.repeat(np.arange(len(weights)), weights)
+    places = [
+        (copy, place) for copy, image in enumerate(sources) for place in np.flatnonzero(side.images == image)
+    ]
+    chosen = np.array([place for _, place in places])
+    copies = np.array([copy for copy, _ in places])
+    return ObjectArrays(copies, side.labels[chosen], side.boxes[chosen], side.scores[chosen])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_image_that_weighs_two_is_one_that_is_there_twice(seed: int) -> None:
+    data = random_data(seed, num_images=12, num_classes=3, per_class=2.0)
+    weights = np.random.default_rng(seed).multinomial(12, [1 / 12] * 12)
+    assert weights.max() > 1
+    written_out = DetectionData(
+        12, data.classes, repeated(data.truth, weights), repeated(data.predicted, weights)
+    )
+    expected = DetectionScores(written_out).points()
+    for name, (value,) in DetectionScores(data)._weighted(weights[:, None]).items():
+        assert value == pytest.approx(expected.get(name, np.nan), nan_ok=True), name
+
+
+def found_or_not(found: np.ndarray) -> DetectionScores:
+    return DetectionScores(hand_made([[ONE_CAR]] * len(found), [[ONE_CAR] if each else [] for each in found]))
+
+
+def test_the_interval_of_a_share_is_as_wide_as_the_binomial_one() -> None:
+    found = np.random.default_rng(0).random(400) < 0.5
+    scores = found_or_not(found)
+    bounds = scores.intervals(1000)
+    half = 1.96 * np.sqrt(found.mean() * (1 - found.mean()) / 400)
+    for name in ("eval/recall", "class/car/recall"):
+        assert bounds[name].high - bounds[name].low == pytest.approx(2 * half, rel=0.12)
+        assert bounds[name].low < found.mean() < bounds[name].high
+    assert {name.rsplit("/")[-1] for name in bounds} == set(RATIOS)
+    assert "objects/0/recall" not in bounds
+    assert scores.intervals(120) == scores.intervals(120)
+    assert scores.intervals(0) == {}
+
+
+def test_two_sets_are_compared_image_by_image() -> None:
+    """The second finds what the first finds and a little more: alone their intervals overlap, paired they do not."""
+    drawn = np.random.default_rng(1).random(400)
+    first, second = found_or_not(drawn < 0.50), found_or_not(drawn < 0.53)
+    alone = [each.intervals(300)["eval/recall"] for each in (first, second)]
+    assert alone[0].high > alone[1].low
+    assert second.intervals(300, minus=first)["eval/recall"].low > 0
+    assert first.intervals(50, minus=first)["eval/f1"] == (0.0, 0.0)

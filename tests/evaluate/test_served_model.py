@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,12 @@ from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import own_server, server_command
 
 TRANSFORMERS = ServerEngine.TRANSFORMERS
+OF_THE_TINY_MODEL = {
+    "model_type": MODEL_TYPE,
+    "template": MODEL_TYPE,
+    "external_plugins": TEMPLATE_FILE,
+    "torch_dtype": "float32",
+}
 
 
 @pytest.fixture
@@ -38,9 +43,9 @@ def without_model(folder: Path) -> str:
 def test_a_server_that_ends_is_told_with_its_last_error_and_its_log(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerUnavailable) as told,
-        own_server(without_model(tmp_path), TRANSFORMERS, {}, tmp_path / "out") as server,
+        own_server(without_model(tmp_path), TRANSFORMERS, {}, tmp_path / "out"),
     ):
-        server.wait()
+        pass
     log = str(tmp_path / "out" / "server.log")
     for part in ("exit status=2", "rollout: error: the model must be a checkpoint", log):
         assert part in str(told.value)
@@ -49,28 +54,29 @@ def test_a_server_that_ends_is_told_with_its_last_error_and_its_log(tmp_path: Pa
 
 def test_an_answer_that_is_lost_is_told_by_the_servers_own_end(tmp_path: Path) -> None:
     def lose_an_answer() -> None:
-        with own_server(without_model(tmp_path), TRANSFORMERS, {}, tmp_path) as server:
-            with suppress(ServerUnavailable):
-                server.wait()  # until it has ended
+        with own_server(str(STAGE1), TRANSFORMERS, OF_THE_TINY_MODEL, tmp_path):
+            (supervisor,) = set(psutil.Process().children()) - before
+            supervisor.children()[0].kill()
             raise ServerUnavailable("the connection was lost")
 
-    with pytest.raises(ServerUnavailable, match="exit status=2"):
+    before = set(psutil.Process().children())
+    with pytest.raises(ServerUnavailable, match="exit status=137"):
         lose_an_answer()
 
 
 def test_nothing_of_a_server_is_left_when_the_command_is_given_up(tmp_path: Path) -> None:
-    supervisors: list[psutil.Process] = []
+    began: list[psutil.Process] = []
 
     def give_up() -> None:
-        with own_server(str(STAGE1), TRANSFORMERS, {}, tmp_path) as server:
-            supervisors.append(psutil.Process(server.tree.pid))
+        with own_server(str(STAGE1), TRANSFORMERS, OF_THE_TINY_MODEL, tmp_path):
+            began.extend(psutil.Process().children(recursive=True))
             raise KeyboardInterrupt
 
     before = psutil.Process().children()
     with pytest.raises(KeyboardInterrupt):
         give_up()
-    assert not supervisors[0].is_running()
     assert psutil.Process().children() == before
+    assert not any(each.is_running() for each in began if each not in before)
 
 
 def test_our_engine_gets_its_own_options_and_vllm_those_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +127,8 @@ def test_a_runs_checkpoint_needs_no_further_option(rows_file: Path, tmp_path: Pa
     """Its args.json names plugin, kind and template, to our server and to the template here."""
     checkpoint = tmp_path / "checkpoint-3"
     shutil.copytree(STAGE1, checkpoint)
-    given = {
-        "model": STAGE1,
-        "model_type": MODEL_TYPE,
-        "template": MODEL_TYPE,
-        "dataset": rows_file,
-        "use_cpu": True,
-    }
-    given |= {"external_plugins": [TEMPLATE_FILE], "torch_dtype": "float32", "output_dir": tmp_path / "run"}
-    parse_swift_arguments(as_argv(given | {"add_version": False})).save_args(checkpoint)
+    given = {"model": STAGE1, "dataset": rows_file, "use_cpu": True, "output_dir": tmp_path / "run"}
+    parse_swift_arguments(as_argv(OF_THE_TINY_MODEL | given | {"add_version": False})).save_args(checkpoint)
     output = tmp_path / "out"
     words = [
         "--model",

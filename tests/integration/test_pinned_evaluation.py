@@ -11,9 +11,9 @@ from telemetry.event_files import EventFiles
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
+from swift_stage2.data.recorded import evaluation_file, evaluations_directory, read_recorded
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.detections.recorded import read_evaluations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -128,13 +128,18 @@ def test_channel_b_still_runs_and_its_ledger_knows_of_no_evaluation(run: Learner
 
 
 def test_every_evaluation_leaves_the_rows_that_it_counts(run: LearnerRun) -> None:
-    told = {record["due_step"]: record["counts"] for record in run.audit(0, "evaluation")}
-    found = {each.due_step: each.rows for each in read_evaluations([run.directory])}
+    evaluations = run.audit(0, "evaluation")
+    told = {record["due_step"]: record["counts"] for record in evaluations}
+    found = {}
+    for each in evaluations:
+        path = evaluation_file(evaluations_directory(run.directory), each["due_step"], each["version"])
+        if rows := list(read_recorded(path)):
+            found[each["due_step"]] = rows
     assert found.keys() == {step for step, counts in told.items() if counts["num_answered"]}
     for step, rows in found.items():
         assert len(rows) == len({row.row for row in rows}) == told[step]["num_answered"]
         assert sum(len(row.objects.ref) for row in rows) == told[step]["num_predictions"]
         assert sum(len(row.truth.ref) for row in rows if row.truth) == told[step]["num_ground_truth"]
-    begun = {record["due_step"]: record["begun_step"] for record in run.audit(0, "evaluation")}
+    begun = {record["due_step"]: record["begun_step"] for record in evaluations}
     scored = EventFiles(run.directory / "runs").series("stage2_ab/eval/ap")
     assert [step for step, _ in scored] == sorted(begun[due] for due in found)

@@ -9,10 +9,11 @@ from typing import Any
 
 from builders import completion_of
 from ledger_run import LedgerRun
+from telemetry.run_facts import step
 
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.telemetry.events import Losses, Step
+from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.telemetry.events import Losses
 
 SURROUNDINGS = {"directory": "/", "environment": {}, "device": "cpu", "threads": 1, "versions": {}}
 
@@ -66,13 +67,7 @@ class RecordedRank:
         return number
 
     def _write_plan(self, number: int, channel: Channel) -> None:
-        self.run.log.write(
-            Step(
-                step=number, channel=channel, wants_b=channel is Channel.B, skip_reason=None, version=1,
-                version_lag=None, queue_depth=0, infer_in_flight=0, round_pending=False, plan_seconds=0.0,
-                num_tokens=0, num_supervised_tokens=0, packs={}, activity_ns={},
-            )
-        )  # fmt: skip
+        self.run.log.write(step(number, StepPlan(channel)))
 
     def end(self, number: int) -> None:
         """That step has trained."""

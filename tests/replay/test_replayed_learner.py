@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,26 +22,11 @@ from swift_stage2.records import Pack, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.replay.rank import PackMaker, ReplayedLearner
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedStep
 from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.telemetry.facade import Telemetry
 
 LOSSES = ((0.1).hex(), (0.2).hex())
 TASK = make_task()
-
-
-class Events:
-    def __init__(self) -> None:
-        self.steps: list[Any] = []
-
-    def activity(self, name: str) -> Any:
-        return nullcontext()
-
-    def record_step(self, facts: Any) -> None:
-        self.steps.append(facts)
-
-    def record_losses(self, step: int, losses: Sequence[str]) -> None: ...
-
-    def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None: ...
-
-    def record_warning(self, message: str) -> None: ...
+SILENT = Telemetry(Path(), 0, 1, tensorboard=False, events=False)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +64,7 @@ def _step(step: int, *packs: RecordedPack, losses: tuple[str, ...] | None = LOSS
 
 
 def _learner(*steps: RecordedStep, maker: PackMaker | None = None) -> ReplayedLearner:
-    return ReplayedLearner(steps, maker=maker, control=SingleRank(), events=Events())
+    return ReplayedLearner(steps, maker=maker, control=SingleRank(), events=SILENT)
 
 
 def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(
@@ -132,34 +117,30 @@ def test_the_first_loss_that_differs_in_its_last_bit_is_told() -> None:
     assert learner.num_compared == 1
 
 
-def test_a_loss_that_is_no_number_equals_itself() -> None:
+def test_a_loss_that_is_no_number_equals_itself_and_a_micro_step_less_differs() -> None:
     nan = (float("nan").hex(),)
     learner = _learner(_step(0, losses=nan))
     learner.end_step(0, nan)
     assert learner.num_compared == 1
-
-
-def test_another_number_of_micro_steps_differs() -> None:
     with pytest.raises(ReplayDiffers, match="it has 1 micro_steps, recorded 2"):
         _learner(_step(0)).end_step(0, LOSSES[:1])
 
 
-def test_a_pack_of_another_length_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
-    with pytest.raises(UserError, match=r"pack p must have the recorded num_tokens=7, got \d+; give"):
-        maker.make(RecordedPack("p", 7, (_completion(0, "[]"),)))
-
-
-def test_a_data_set_that_lacks_a_row_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    maker = PackMaker(rows[:1], encoder, TASK, PACKING_LENGTH)
-    with pytest.raises(UserError, match="got num_rows=1, the record names row 1"):
+@pytest.mark.parametrize(
+    ("num_rows", "images", "told"),
+    [
+        (2, {}, r"pack p must have the recorded num_tokens=7, got \d+; give"),
+        (1, {}, "got num_rows=1, the record names row 1"),
+        (2, {"images": ["gone.png"]}, "row 1 could be trained in the run and cannot now"),
+    ],
+)
+def test_what_is_not_the_runs_own_is_refused(
+    encoder: Encoder, rows: list[dict[str, Any]], num_rows: int, images: dict[str, Any], told: str
+) -> None:
+    changed = [row | images for row in rows[:num_rows]]
+    maker = PackMaker(changed, encoder, TASK, PACKING_LENGTH)
+    with pytest.raises(UserError, match=told):
         maker.make(RecordedPack("p", 7, (_completion(1, "[]"),)))
-
-
-def test_an_image_that_is_gone_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    maker = PackMaker([rows[0] | {"images": ["gone.png"]}], encoder, TASK, PACKING_LENGTH)
-    with pytest.raises(UserError, match="row 0 could be trained in the run and cannot now"):
-        maker.make(RecordedPack("p", 7, (_completion(0, "[]"),)))
 
 
 def test_a_stop_request_ends_a_replay_early() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from run_files import RunFiles
 
-from swift_stage2.detections.prediction import LabelledBoxes
-from swift_stage2.detections.recorded import RecordedRow, as_line, evaluations_directory
+from swift_stage2.data.prediction import LabelledBoxes
+from swift_stage2.data.recorded import RecordedRow, as_line, evaluation_file, evaluations_directory
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 
 Objects = Sequence[tuple[str, Sequence[int]]]
@@ -39,13 +39,13 @@ def evaluated_run(
     run = RunFiles(run_dir).start()
     for said in answers:
         run.train(8)
-        _write_file(run, truth, said)
+        write_file(run, truth, said)
         run.evaluate()
     run.end()
     return run_dir
 
 
-def _write_file(run: RunFiles, truth: Scene, said: Scene) -> None:
+def write_file(run: RunFiles, truth: Scene, said: Scene) -> None:
     evaluation = RunningEvaluation(due_step=run.step, begun_step=run.step, version=run.version)
     rows = [
         RecordedRow(
@@ -61,7 +61,7 @@ def _write_file(run: RunFiles, truth: Scene, said: Scene) -> None:
         )
         for row in truth
     ]
-    path = evaluations_directory(run.run_dir) / f"step{run.step:06d}.v{run.version:06d}.jsonl"
+    path = evaluation_file(evaluations_directory(run.run_dir), run.step, run.version)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(as_line(row, evaluation) + "\n" for row in rows))
 

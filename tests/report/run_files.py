@@ -8,11 +8,12 @@ from typing import Any
 
 from ledger_run import LedgerRun
 from PIL import Image
+from telemetry.run_facts import pack, round_outcome, step
 
-from swift_stage2.records import EvaluationCounts, ServerReport
-from swift_stage2.scheduling.step_plan import Channel, SkipReason
+from swift_stage2.records import EvaluationCounts, Pack
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.event_log import EventLog, event_path
-from swift_stage2.telemetry.events import End, Evaluation, Match, Metrics, Round, Step
+from swift_stage2.telemetry.events import End, Evaluation, Match, Metrics, Round
 
 CONFIG: dict[str, Any] = {
     "stage2_ab": {
@@ -76,7 +77,7 @@ class RunFiles:
             if with_b and self.step % 4 == 0:
                 self._round()
             wants_b = with_b and self.step % 2 == 1
-            self._plan("B" if wants_b and not skipped else "A", wants_b, skipped if wants_b else None)
+            self._plan("B" if wants_b and not skipped else "A", skipped if wants_b else None)
             self.step += 1
             if self.step % 10 == 0:
                 self.tell_metrics(self.step)
@@ -156,47 +157,23 @@ class RunFiles:
     def _round(self) -> None:
         self.version += 1
         self._spend("syncing", ROUND_S)
-        server = ServerReport(True, None, "canary", 9, {"begin": 0.01, "push": 0.1, "prove": 0.05})
-        self.log.write(
-            Round(
-                time=self.now,
-                step=self.step,
-                version=self.version,
-                committed=True,
-                seconds=ROUND_S,
-                pending_seconds=0.0,
-                canary_seconds=0.02,
-                snapshot_seconds=0.01,
-                servers={"0": server},
-            )
-        )
+        outcome = round_outcome(self.version, True, seconds=ROUND_S)
+        servers = {str(server): report for server, report in outcome.reports.items()}
+        facts = {"time": self.now, "step": self.step, "committed": True, "pending_seconds": 0.0}
+        self.log.write(Round.of(outcome, kind="round", servers=servers, **facts))
 
-    def _plan(self, channel: str, wants_b: bool, skip_reason: SkipReason | None) -> None:
-        packs = {}
+    def _plan(self, channel: str, skip_reason: SkipReason | None) -> None:
+        packs: tuple[Pack, ...] = ()
         if channel == "B":
-            packs = {str(self.step): max(0, self.version - 1)}
+            packs = (pack(str(self.step), max(0, self.version - 1)),)
             self._train_sample()
         self.num_b += len(packs)
         in_flight = self.step % 6 == 5
-        self.log.write(
-            Step(
-                time=self.now,
-                step=self.step,
-                channel=Channel(channel),
-                wants_b=wants_b,
-                skip_reason=skip_reason,
-                version=self.version,
-                version_lag=1 if packs else None,
-                queue_depth=self.step % 3,
-                infer_in_flight=int(in_flight),
-                round_pending=False,
-                plan_seconds=0.001,
-                num_tokens=40,
-                num_supervised_tokens=20,
-                packs=packs,
-                activity_ns=self._spent,
-            )
+        plan = StepPlan(Channel(channel), skip_reason)
+        told = step(
+            self.step, plan, version=self.version, packs=packs, queue_depth=self.step % 3, in_flight=in_flight
         )
+        self.log.write(told.model_copy(update={"time": self.now, "activity_ns": self._spent}))
         self._totals = self._totals | {
             name: self._totals.get(name, 0) + ns for name, ns in self._spent.items()
         }

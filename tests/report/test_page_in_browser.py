@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 from run_files import RunFiles, picture
 
-from swift_stage2.pages.rendering import page_of, write_page
 from swift_stage2.report.command import report_of
+from swift_stage2.report.rendering import page_of
 from swift_stage2.report.run_data import read_run
 
 pytestmark = pytest.mark.browser
@@ -52,7 +52,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     run.end()
     path = run_dir / "report.html"
-    write_page(path, page_of(report_of(read_run([run_dir]))))
+    path.write_text(page_of(report_of(read_run([run_dir]))))
     return path
 
 

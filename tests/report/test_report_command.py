@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from ledger_run import LedgerRun
 from run_files import RunFiles, balanced_ledger
-from small_disk import SmallDisk
 
 from swift_stage2.cli import main
-from swift_stage2.pages.content import Table
 from swift_stage2.records import ReturnReason
+from swift_stage2.report.command import report_of
+from swift_stage2.report.content import Table
+from swift_stage2.report.run_data import read_run
 from swift_stage2.report.steps import account_section
+from swift_stage2.runtime.run_directory import hold_run_directory
 from swift_stage2.telemetry.event_log import ranks_of
 from swift_stage2.telemetry.events import Quarantined
 
@@ -70,15 +72,6 @@ def test_a_killed_process_leaves_a_balanced_account(tmp_path: Path, two_ranks: l
     assert main(["report", str(tmp_path)]) == 0
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_json_holds_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["balanced"], found["provable"], found["violations"]) == (True, True, [])
-    assert [rank["drawn"] for rank in found["ranks"]] == [4, 4]
-    assert found["ranks"][0]["quarantined"] == {"too_slow": 1}
-
-
 @pytest.mark.parametrize("name", ["absent", "."])
 def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / name)]) == 2
@@ -87,7 +80,7 @@ def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.Captu
     assert "telemetry.audit: true" in line
 
 
-@pytest.mark.parametrize("given", ["a b", "a b c", "c a b"])
+@pytest.mark.parametrize("given", ["a b", "a b c", "c a b", "a a"])
 def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "abc":
         RunFiles(tmp_path / name).start().train(2).end()
@@ -97,38 +90,19 @@ def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.C
     assert "run report on each, and swift-stage2 evaluate --compare" in line
 
 
-def test_a_run_that_is_named_twice_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    LedgerRun(tmp_path / "a", run_id="a").train_drawn(1)
-    (tmp_path / "same").symlink_to(tmp_path / "a")
-    for other in ("a", "same"):
-        assert main(["report", str(tmp_path / "a"), str(tmp_path / other)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert (
-            f"every directory must be named once, got {tmp_path / 'a'} {tmp_path / other}; leave one" in line
-        )
-
-
-def test_a_read_only_target_is_one_line_with_a_status_of_its_own(
-    small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    balanced_ledger(small_disk.path).end()
-    small_disk.make_read_only()
-    assert main(["report", str(small_disk.path)]) == 2
-    told = capsys.readouterr()
-    (line,) = told.err.splitlines()
-    assert "Read-only file system; name another file with --output" in line
-    assert "balanced: every sample" in told.out  # what it found is told all the same
-
-
-def test_a_run_without_an_end_is_balanced_up_to_its_last_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_running_killed_or_ended_in_order_and_has_no_next_step_while_it_runs(tmp_path: Path) -> None:
     run = balanced_ledger(tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    assert "up to the last record, for no end is told" in " ".join(capsys.readouterr().out.split())
-    run.end()
-    assert main(["report", str(tmp_path)]) == 0
-    assert "no end is told" not in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "checkpoint-3").mkdir()
+    told = []
+    for has_ended, is_held in ((False, True), (False, False), (True, False)):
+        if has_ended:
+            run.end()
+        with hold_run_directory(tmp_path) if is_held else nullcontext():
+            found = report_of(read_run([tmp_path]))
+        told.append((found.state.rpartition("; ")[2], found.sections[-1].key))
+        (ledger,) = (section for section in found.sections if section.key == "ledger")
+        assert ("no end is told yet" in str(ledger)) is not has_ended
+    assert told == [("running", "gallery"), ("was killed", "next"), ("ended in order", "next")]
 
 
 def given_up(run: LedgerRun) -> list[Table]:

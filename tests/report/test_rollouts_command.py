@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from followed_run import FollowedRun, killed_and_resumed
+from followed_run import FollowedRun
 
 from swift_stage2.cli import main
 from swift_stage2.report.rollouts_command import RunRollouts
@@ -60,9 +60,13 @@ def texts(lines: str) -> list[str]:
 def test_rollouts_come_while_the_run_goes_on_and_its_end_ends_the_follower(
     tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
 ) -> None:
+    follower = follow("--json")
+    assert follower.stderr is not None
+    assert follower.stderr.readline() == (
+        f"swift-stage2 rollouts: waits for the first rollouts of the run in {tmp_path}\n"
+    )
     run = FollowedRun(tmp_path)
     first = run.finish(1)
-    follower = follow("--json")
     assert texts(next_line(follower)) == [run.text(first[0])]
     second = run.finish(1)
     assert texts(next_line(follower)) == [run.text(second[0])]
@@ -75,34 +79,6 @@ def test_rollouts_come_while_the_run_goes_on_and_its_end_ends_the_follower(
         0,
         "swift-stage2 rollouts: the run has ended on every rank: 4 rollouts\n",
     )
-
-
-def test_a_follower_waits_for_the_first_rollout(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    follower = follow("--json")
-    assert follower.stderr is not None
-    assert follower.stderr.readline() == (
-        f"swift-stage2 rollouts: waits for the first rollouts of the run in {tmp_path}\n"
-    )
-    run = FollowedRun(tmp_path)
-    (key,) = run.finish(1)
-    assert texts(next_line(follower)) == [run.text(key)]
-
-
-def test_a_run_that_is_killed_and_resumed_is_followed_through_and_a_late_follower_sees_the_same(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    early = follow("--json")
-    told = killed_and_resumed(tmp_path, 2)
-    lines = [next_line(early) for _ in told]
-    held.close()
-    out, _ = early.communicate(timeout=_DEADLINE_S)
-    assert (out, early.returncode) == ("", 0)
-    late, _ = (follower := follow("--json")).communicate(timeout=_DEADLINE_S)
-    assert follower.returncode == 0
-    assert sorted(lines) == sorted(late.splitlines(keepends=True))
-    assert sorted(texts(late)) == sorted(told)
 
 
 def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(

@@ -10,7 +10,7 @@ from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
 from swift_stage2.report.quality import matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.verdict import trained_steps, works_of
+from swift_stage2.report.verdict import speed_of, trained_steps
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import RankEvents, event_path
 from swift_stage2.telemetry.events import Metrics, Round
@@ -31,8 +31,7 @@ def test_the_length_of_every_step_is_that_of_its_training(tmp_path: Path) -> Non
         quiet_s = A_S if step.channel == "A" else B_S
         assert step.seconds == pytest.approx(quiet_s + (BUSY_S if beside else 0))
         assert step.is_quiet == (not beside and (step.step + 1) % 4 != 0)
-    (work,) = works_of(read_run([tmp_path]))
-    assert work.syncing_s == pytest.approx(11 * ROUND_S)
+    assert speed_of(rank).rounds_s == pytest.approx(11 * ROUND_S)
     assert rank.has_ended
 
 
@@ -55,8 +54,8 @@ def test_what_a_resume_made_void_is_left_out_also_elsewhere(tmp_path: Path) -> N
         assert rank.steps[8].activity_ns["other"]  # of the second process
         assert [each.step for each in rank.of(Round)] == [0, 4, 8]
         assert [each.step for each in rank.of(Metrics)] == [10, None]  # the first process's 10 is void
-        (logged,) = matches_of(found.ranks)
-        assert logged.match.truth[0][0] == "kept"
+        ((_, match),) = matches_of(found.ranks)
+        assert match.truth[0][0] == "kept"
         # The step that the kill cut off has no length; nor has the one before the resume.
         assert [step.step for step in trained_steps(rank)] == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
         assert account_of(found.logs, found.doubts).is_balanced
@@ -75,8 +74,8 @@ def test_a_draw_that_was_repeated_counts_once(tmp_path: Path) -> None:
     run.match([0, 1, 1, 0])
     run.match([0, 1, 1, 0], label="asked again")
     run.end()
-    (found,) = matches_of([first(tmp_path)])
-    assert found.match.truth[0][0] == "asked again"
+    ((_, match),) = matches_of([first(tmp_path)])
+    assert match.truth[0][0] == "asked again"
 
 
 @pytest.mark.parametrize(("save_id", "step", "is_told"), [("s1", 6, True), ("s2", 6, False), ("s0", 0, True)])

@@ -81,7 +81,7 @@ def test_the_main_thread_stands_at_its_activity_unless_that_may_last(activity: A
     assert clock.standing is None
     clock.switch(activity)
     first = clock.standing
-    clock.totals_ns()
+    clock.state_dict()
     assert clock.standing is first, "looking is no progress"
     if activity in (Activity.STARTING, Activity.EVALUATING, Activity.OTHER):
         assert first is None

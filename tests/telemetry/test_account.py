@@ -39,6 +39,37 @@ def _good_run(directory: Path) -> list[AnyEvent]:
     return run.events()
 
 
+def _resumed_run(directory: Path) -> list[AnyEvent]:
+    """One sample whose rollout was aborted, resumed under the next version, and trained."""
+    run = LedgerRun(directory)
+    (key,) = keys = run.draw(1)
+    run.ask(keys)
+    spans = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
+    part = Rollout(Sample(key, {}), "said", (7, 8, 9), (2,), True, 3, "http://s", spans[:1])
+    run.log.write(cut_of(part))
+    run.ask(keys, server="http://t", version=2)
+    run.log.write(matched_of(replace(part, spans=spans), MatchQuality(1, 1, 1, 0.5, 0, 0)))
+    run.pack(keys)
+    run.train(keys)
+    return run.events()
+
+
+def _run_in_groups(directory: Path) -> list[AnyEvent]:
+    """Three rows at three positions each: the first trained, the second compared in vain, of the third one dropped."""
+    run = LedgerRun(directory, num_rows=3, num_generations=3)
+    run.train_drawn(3)
+    equal = run.draw(3)
+    run.match(equal)
+    run.source.settle_unused(equal, UnusedReason.NO_VARIANCE)
+    late = run.draw(2)
+    run.match(late)
+    run.save("s1")
+    run.pack(late[:1], "q")
+    run.source.settle_unused(late[:1], UnusedReason.DROPPED)
+    run.draw(1)
+    return run.events()
+
+
 def _account(records: list[AnyEvent]) -> RankAccount:
     (account,) = account_of({0: records}).ranks
     return account
@@ -121,68 +152,71 @@ def _new_before_returned(records: list[AnyEvent]) -> None:
     records[one : one + 1] = [records.pop(other), records[one]]
 
 
+IN_HAND = "a checkpoint holds exactly the samples in hand"
+PACKED = "a sample is trained in the pack that it was packed into"
+ANSWERED = "a sample is matched once it was answered"
+IN_ORDER = "every position of an epoch's shard is drawn once, in order"
+POSITIONS = "no row is drawn at more positions of an epoch than it has"
+
+
 @pytest.mark.parametrize(
-    ("spoil", "rule"),
+    ("run", "spoil", "rule"),
     [
-        (_double("trained"), "no sample is trained twice"),
-        (_train_the_quarantined, "a sample that was quarantined is not trained after it"),
-        (_without("drawn"), "a sample is drawn before it is sent"),
-        (_without("trained"), "a checkpoint holds exactly the samples in hand"),
-        (_without("quarantined"), "a checkpoint holds exactly the samples in hand"),
-        (_without("returned"), "a checkpoint holds exactly the samples in hand"),
-        (_without("packed"), "a sample is trained in the pack that it was packed into"),
-        (_with("trained", pack_id="other"), "a sample is trained in the pack that it was packed into"),
-        (_without("matched"), "a sample is packed once it was matched"),
-        (_without("finished"), "a sample is matched once it was answered"),
-        (_with("finished", end="lost"), "a sample is matched once it was answered"),
-        (_without("sent"), "a sample is finished once it was sent"),
-        (_double("drawn"), "a sample is redrawn once it had returned"),
-        (_double("returned"), "a sample returns once it was drawn"),
-        (_double("quarantined"), "a sample that was quarantined is not quarantined after it"),
-        (_with("trained", 1, version=5), "nothing is trained that is older than the version window"),
-        (_with("trained", 1, step=0), "steps that train only grow"),
-        (_with("trained", step=1), "a checkpoint before a step is taken before that step trains"),
+        (_good_run, _double("trained"), "no sample is trained twice"),
+        (_good_run, _train_the_quarantined, "a sample that was quarantined is not trained after it"),
+        (_good_run, _without("drawn"), "a sample is drawn before it is sent"),
+        *((_good_run, _without(kind), IN_HAND) for kind in ("trained", "quarantined", "returned")),
+        (_good_run, _without("packed"), PACKED),
+        (_good_run, _with("trained", pack_id="other"), PACKED),
+        (_good_run, _without("matched"), "a sample is packed once it was matched"),
+        (_good_run, _without("finished"), ANSWERED),
+        (_good_run, _with("finished", end="lost"), ANSWERED),
+        (_good_run, _without("sent"), "a sample is finished once it was sent"),
+        (_good_run, _double("drawn"), "a sample is redrawn once it had returned"),
+        (_good_run, _double("returned"), "a sample returns once it was drawn"),
+        (_good_run, _double("quarantined"), "a sample that was quarantined is not quarantined after it"),
         (
-            _with_state("checkpoint", outstanding=lambda keys: keys[:-1]),
-            "a checkpoint holds exactly the samples in hand",
+            _good_run,
+            _with("trained", 1, version=5),
+            "nothing is trained that is older than the version window",
         ),
+        (_good_run, _with("trained", 1, step=0), "steps that train only grow"),
+        (_good_run, _with("trained", step=1), "a checkpoint before a step is taken before that step trains"),
+        (_good_run, _with_state("checkpoint", outstanding=lambda keys: keys[:-1]), IN_HAND),
         (
+            _good_run,
             _with_state("checkpoint", position=lambda at: at + 1),
             "a checkpoint's cursor stands behind the last new sample",
         ),
         (
+            _good_run,
             _with_key("trained", 0, lambda _, key: (*key[:2], key[2] + 100, key[3])),
             "a sample keeps its row, and its attempt until it returns",
         ),
-        (_new_before_returned, "samples that returned are drawn before any new one"),
-        (
-            _with_key("drawn", 3, lambda _, key: (key[0], key[1] + 1, *key[2:])),
-            "every position of an epoch's shard is drawn once, in order",
-        ),
-        (_with_key("drawn", 3, _first_row), "no row is drawn at more positions of an epoch than it has"),
-        (_without("start"), "a process's first record tells that it starts"),
+        (_good_run, _new_before_returned, "samples that returned are drawn before any new one"),
+        (_good_run, _with_key("drawn", 3, lambda _, key: (key[0], key[1] + 1, *key[2:])), IN_ORDER),
+        (_good_run, _with_key("drawn", 3, lambda _, key: (1, 0, *key[2:])), IN_ORDER),
+        (_good_run, _with_key("drawn", 3, _first_row), POSITIONS),
+        (_good_run, _without("start"), "a process's first record tells that it starts"),
+        (_resumed_run, _without("cut"), "a sample is sent once it was drawn"),
+        (_resumed_run, _double("cut"), "a sample is cut once it was answered"),
+        (_resumed_run, _without("sent", 1), "a sample is finished once it was sent"),
+        (_resumed_run, _with("matched", version=2), "a rollout is as old as its oldest token"),
+        (_run_in_groups, _double("unused"), "a sample that was unused is not unused after it"),
+        (_run_in_groups, _without("unused"), IN_HAND),
+        (_run_in_groups, _without("matched", 3), "a sample is unused once it was matched"),
+        (_run_in_groups, _without("drawn", 1), "a sample is drawn before it is unused"),
+        (_run_in_groups, _with_key("drawn", 1, _first_row), POSITIONS),
+        (_run_in_groups, _with_state("start", num_generations=lambda _: 1), POSITIONS),
     ],
 )
-def test_a_broken_rule_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None:
-    records = _good_run(tmp_path)
+def test_a_broken_rule_is_found(
+    tmp_path: Path, run: Callable[[Path], list[AnyEvent]], spoil: Spoil, rule: str
+) -> None:
+    records = run(tmp_path)
     spoil(records)
     assert rule in _rules(records)
     assert not account_of({0: records}).is_balanced
-
-
-def _resumed_run(directory: Path) -> list[AnyEvent]:
-    """One sample whose rollout was aborted, resumed under the next version, and trained."""
-    run = LedgerRun(directory)
-    (key,) = keys = run.draw(1)
-    run.ask(keys)
-    spans = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
-    part = Rollout(Sample(key, {}), "said", (7, 8, 9), (2,), True, 3, "http://s", spans[:1])
-    run.log.write(cut_of(part))
-    run.ask(keys, server="http://t", version=2)
-    run.log.write(matched_of(replace(part, spans=spans), MatchQuality(1, 1, 1, 0.5, 0, 0)))
-    run.pack(keys)
-    run.train(keys)
-    return run.events()
 
 
 def test_a_resumed_rollout_has_one_end_and_keeps_its_spans(tmp_path: Path) -> None:
@@ -196,37 +230,6 @@ def test_a_resumed_rollout_has_one_end_and_keeps_its_spans(tmp_path: Path) -> No
     assert (cut.num_tokens, cut.spans, matched.spans) == (3, ((1, 0, 3),), ((1, 0, 3), (2, 3, 5)))
     until_cut = records[: _at(records, "cut") + 1]
     assert _account(until_cut).in_hand == {"partial": 1}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [
-        (_without("cut"), "a sample is sent once it was drawn"),
-        (_double("cut"), "a sample is cut once it was answered"),
-        (_without("sent", 1), "a sample is finished once it was sent"),
-        (_with("matched", version=2), "a rollout is as old as its oldest token"),
-    ],
-)
-def test_a_broken_rule_of_resumed_rollouts_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None:
-    records = _resumed_run(tmp_path)
-    spoil(records)
-    assert rule in _rules(records)
-
-
-def _run_in_groups(directory: Path) -> list[AnyEvent]:
-    """Three rows at three positions each: the first trained, the second compared in vain, of the third one dropped."""
-    run = LedgerRun(directory, num_rows=3, num_generations=3)
-    run.train_drawn(3)
-    equal = run.draw(3)
-    run.match(equal)
-    run.source.settle_unused(equal, UnusedReason.NO_VARIANCE)
-    late = run.draw(2)
-    run.match(late)
-    run.save("s1")
-    run.pack(late[:1], "q")
-    run.source.settle_unused(late[:1], UnusedReason.DROPPED)
-    run.draw(1)
-    return run.events()
 
 
 def test_rows_that_stand_at_several_positions_balance(tmp_path: Path) -> None:
@@ -264,26 +267,6 @@ def test_a_checkpoint_in_the_middle_of_a_group_opens_the_account(tmp_path: Path)
     assert (found.violations, found.taken_over, found.drawn, found.trained) == ((), 1, 4, 5)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [
-        (_double("unused"), "a sample that was unused is not unused after it"),
-        (_without("unused"), "a checkpoint holds exactly the samples in hand"),
-        (_without("matched", 3), "a sample is unused once it was matched"),
-        (_without("drawn", 1), "a sample is drawn before it is unused"),
-        (_with_key("drawn", 1, _first_row), "no row is drawn at more positions of an epoch than it has"),
-        (
-            _with_state("start", num_generations=lambda _: 1),
-            "no row is drawn at more positions of an epoch",
-        ),
-    ],
-)
-def test_a_broken_rule_of_groups_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None:
-    records = _run_in_groups(tmp_path)
-    spoil(records)
-    assert any(found.startswith(rule) for found in _rules(records)), _rules(records)
-
-
 def test_a_violation_names_its_samples(tmp_path: Path) -> None:
     records = _good_run(tmp_path)
     trained = records[_at(records, "trained")]
@@ -301,18 +284,6 @@ def test_what_does_not_add_up_is_told_with_its_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_every_position_is_drawn_before_the_next_epoch(tmp_path: Path) -> None:
-    run = LedgerRun(tmp_path, num_rows=3)
-    for _ in range(4):
-        run.train_drawn(2)
-    assert run.account().violations == ()
-    records = run.events()
-    _with_key("drawn", 1, lambda _, key: (1, 0, *key[2:]))(
-        records
-    )  # the second epoch begins one sample too early
-    assert "every position of an epoch's shard is drawn once, in order" in _rules(records)
-
-
 # --- resumes -----------------------------------------------------------------------------------------
 
 
@@ -327,18 +298,6 @@ def test_what_did_not_survive_a_kill_is_void(tmp_path: Path) -> None:
     found = second.account()
     assert found.violations == ()
     assert (found.drawn, found.trained, found.num_resumes, found.num_void) == (5, 5, 1, 2)
-
-
-def test_a_resume_from_a_checkpoint_that_an_earlier_resume_had_left_behind(tmp_path: Path) -> None:
-    first = LedgerRun(tmp_path, run_id="a")
-    early = first.save("s0")
-    first.train_drawn(2)
-    late = first.save("s1")
-    LedgerRun(tmp_path, run_id="b", state=early).train_drawn(1)
-    third = LedgerRun(tmp_path, run_id="c", state=late)
-    found = third.account()
-    assert found.violations == ()
-    assert (found.trained, found.num_resumes, found.num_void) == (2, 1, 1)
 
 
 def test_a_state_that_is_not_its_checkpoints_is_found(tmp_path: Path) -> None:
@@ -361,14 +320,6 @@ def test_a_checkpoint_from_elsewhere_opens_the_account(tmp_path: Path) -> None:
     (joined,) = account_of({0: first.events() + second.events()}).ranks
     assert (joined.taken_over, joined.drawn, joined.trained, joined.num_resumes) == (0, 5, 5, 1)
     assert joined.violations == ()
-
-
-def test_in_a_directory_used_again_only_the_new_run_counts(tmp_path: Path) -> None:
-    LedgerRun(tmp_path, run_id="a").train_drawn(2)
-    second = LedgerRun(tmp_path, run_id="b")
-    second.draw(1)
-    found = second.account()
-    assert (found.drawn, found.trained, found.num_resumes, found.violations) == (1, 0, 0, ())
 
 
 def test_ranks_that_resume_different_checkpoints_are_found(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_what_is_written_is_read_back_by_the_same_types(tmp_path: Path) -> None:
         assert log.write(event) > 0
     log.close(End(unused_b="why"))
     assert path == tmp_path / "events" / "rank3.jsonl"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     kept, loss, end = read_events(path)
     assert kept == failures
     assert isinstance(loss, Loss)
@@ -73,18 +74,23 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_process(tmp_pat
     assert len(path.read_bytes().splitlines()) == 2
 
 
-@pytest.mark.parametrize("line", [b"x", b"\0\0", b"[]", b'{"kind":"loss"}', b'{"kind":"loss","step":0,'])
-def test_a_whole_line_that_is_no_event_is_damage(tmp_path: Path, line: bytes) -> None:
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        *(
+            (line, ["damaged"])
+            for line in (b"x", b"\0\0", b"[]", b'{"kind":"loss"}', b'{"kind":"loss","step":0,')
+        ),
+        (b'{"kind":"taken","time":1}', []),  # another program's
+        (b'{"kind":"end","time":2,"more":3}', ["end"]),
+    ],
+)
+def test_a_whole_line_is_an_event_or_damage_unless_it_is_of_another_kind(
+    tmp_path: Path, line: bytes, kinds: list[str]
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(line + b"\n")
-    (found,) = read_events(path)
-    assert isinstance(found, Damaged)
-
-
-def test_kinds_of_others_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"kind":"taken","time":1}\n{"kind":"end","time":2,"more":3}\n')
-    assert [event.kind for event in read_events(path)] == ["end"]
+    assert [event.kind for event in read_events(path)] == kinds
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
@@ -119,13 +125,6 @@ def test_nothing_is_written_without_a_path_or_after_the_end(tmp_path: Path) -> N
     log.close(End())
     log.close(End())
     assert [event.kind for event in read_events(tmp_path / "a.jsonl")] == ["warning", "end"]
-
-
-def test_what_holds_data_is_the_owners_alone(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "a.jsonl")
-    log.write(Warned(message="secret"))
-    log.flush_to_disk()
-    assert stat.S_IMODE((tmp_path / "a.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_reader_of_a_growing_log_gets_every_whole_line_once(tmp_path: Path) -> None:

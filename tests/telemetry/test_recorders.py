@@ -100,14 +100,24 @@ def test_requests_that_failed_are_told_with_their_cause(tmp_path: Path) -> None:
     assert found.failures == failures
 
 
-def test_a_pipeline_that_comes_back_to_its_wait_is_asking_if_a_post_is_out() -> None:
+@pytest.mark.parametrize(
+    ("before", "beside", "inside", "after"),
+    [
+        ("TICKET", ("PREPARING", "TICKET"), "ASKING", "TICKET"),  # it comes back to its wait
+        ("TICKET", ("IDLE",), "IDLE", "IDLE"),  # a lane may end its call when the pipeline has gone on
+        ("EVALUATING", (), "EVALUATING", "EVALUATING"),  # whose POSTs belong to it
+    ],
+)
+def test_a_pipeline_that_waits_is_asking_if_a_post_is_out(
+    before: str, beside: tuple[str, ...], inside: str, after: str
+) -> None:
     pipeline = recorder()
-    pipeline.enter(PipelineActivity.TICKET)
+    pipeline.enter(PipelineActivity[before])
     with pipeline.post():
-        pipeline.enter(PipelineActivity.PREPARING)
-        pipeline.enter(PipelineActivity.TICKET)
-        assert pipeline.clock.current is PipelineActivity.ASKING
-    assert pipeline.clock.current is PipelineActivity.TICKET
+        for activity in beside:
+            pipeline.enter(PipelineActivity[activity])
+        assert pipeline.clock.current is PipelineActivity[inside]
+    assert pipeline.clock.current is PipelineActivity[after]
 
 
 def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:
@@ -130,23 +140,6 @@ def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:
         lane.join(PATIENCE_S)
         assert current() is PipelineActivity.ASKING, "the second is still out"
     assert current() is PipelineActivity.TICKET
-
-
-def test_posts_of_an_evaluation_belong_to_it() -> None:
-    pipeline = recorder()
-    pipeline.enter(PipelineActivity.EVALUATING)
-    with pipeline.post():
-        assert pipeline.clock.current is PipelineActivity.EVALUATING
-    assert pipeline.clock.current is PipelineActivity.EVALUATING
-
-
-def test_a_post_that_outlives_its_batch_changes_nothing() -> None:
-    """A lane may still end its call when the pipeline's thread has gone on."""
-    pipeline = recorder()
-    pipeline.enter(PipelineActivity.TICKET)
-    with pipeline.post():
-        pipeline.enter(PipelineActivity.IDLE)
-    assert pipeline.clock.current is PipelineActivity.IDLE
 
 
 def test_the_log_of_samples_that_are_given_up_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from swift_stage2.telemetry.events import (
     EvaluationPost,
     Losses,
     Metrics,
-    Start,
     Step,
     Warned,
 )
@@ -53,32 +53,21 @@ class Ranks:
             started(run_dir, rank, world_size, tensorboard=True, total_steps=100, **options)
             for rank in range(world_size)
         ]
-        self._barrier = threading.Barrier(world_size)
-        self._texts = [""] * world_size
-        self.num_collectives = 0
 
     def merge(self, at: int) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = [{} for _ in self.telemetry]
+        """What each rank gets from one collective, in which all meet."""
+        meeting, texts = threading.Barrier(len(self.telemetry)), [""] * len(self.telemetry)
 
-        def work(rank: int) -> None:
-            results[rank] = self.telemetry[rank].merge_and_write(at, self._gather(rank), epoch=0.5)
+        def work(rank: int) -> dict[str, float]:
+            def gather(text: str) -> Sequence[str]:
+                texts[rank] = text
+                meeting.wait(20)
+                return texts
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.telemetry))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        return results
+            return self.telemetry[rank].merge_and_write(at, gather, epoch=0.5)
 
-    def _gather(self, rank: int) -> Callable[[str], Sequence[str]]:
-        def gather(text: str) -> Sequence[str]:
-            self._texts[rank] = text
-            if rank == 0:
-                self.num_collectives += 1
-            self._barrier.wait(20)
-            return tuple(self._texts)
-
-        return gather
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(work, range(len(self.telemetry))))
 
     def step(self, *args: object, **fields: object) -> None:
         for telemetry in self.telemetry:
@@ -136,25 +125,17 @@ def test_an_evaluation_is_in_every_log_and_in_no_counter(tmp_path: Path) -> None
     assert "stage2_ab/eval/recall" not in events.tags, "there was no ground truth"
 
 
-def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    ranks.telemetry[0].record_scores(RunningEvaluation(10, 12, 5), {"ap": 0.25}, "no room")
-    ranks.close()
-    assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
-    (warning,) = told(tmp_path, Warned)
-    assert "the evaluation that began at step 12 is not whole: no room" in warning.message
-
-
-def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    run = RunningEvaluation(10, 12, 5)
+def test_scores_and_what_an_evaluation_lacks_stand_where_it_began(tmp_path: Path) -> None:
+    telemetry, run = started(tmp_path, tensorboard=True), RunningEvaluation(10, 12, 5)
+    telemetry.record_scores(run, {"ap": 0.25}, "no room")
     for num_answered in (1, 0):
         counts = EvaluationCounts(num_wanted=4, num_answered=num_answered)
-        ranks.telemetry[0].record_evaluation(ended_evaluation(run, 14, EvaluationEnd.ROUND_DUE, counts))
-    ranks.close()
-    (warning,) = told(tmp_path, Warned)
-    assert "began at step 12 has no answer to 4 samples (round_due); " in warning.message
-    assert warning.message.endswith("raise stage2_ab.evaluation.max_round_delay_steps")
+        telemetry.record_evaluation(ended_evaluation(run, 14, EvaluationEnd.ROUND_DUE, counts))
+    telemetry.close()
+    assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
+    fault, no_answer = (each.message for each in told(tmp_path, Warned))
+    assert fault == "the evaluation that began at step 12 is not whole: no room"
+    assert "began at step 12 has no answer to 4 samples (round_due); " in no_answer
 
 
 def test_a_round_that_proves_nothing_says_why_once_per_cause(
@@ -195,7 +176,6 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     assert events.series("stage2_ab/async/b_debt") == [(2, 0), (5, 2)]
     ratios = dict(events.series("stage2_ab/async/b_ratio_realized"))
     assert ratios == pytest.approx({2: 1 / 3, 5: 1 / 6})
-    assert ranks.num_collectives == 2
 
 
 def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
@@ -307,14 +287,6 @@ def test_the_time_of_earlier_processes_is_in_no_step_of_this_one(tmp_path: Path)
     assert last.activity_ns["busy"] == an_hour_ns
 
 
-def test_a_start_tells_the_settings(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
-    telemetry.record_start(run_id="r", step=0, seed=7, decoding={"temperature": 0.01}, config={"a": {"b": 1}})
-    telemetry.close()
-    (start,) = told(tmp_path, Start)
-    assert (start.seed, start.decoding, start.config) == (7, {"temperature": 0.01}, {"a": {"b": 1}})
-
-
 def test_a_process_that_ends_before_its_start_tells_neither_numbers_nor_an_end(tmp_path: Path) -> None:
     """They would count for the process before it."""
     telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
@@ -324,21 +296,16 @@ def test_a_process_that_ends_before_its_start_tells_neither_numbers_nor_an_end(t
     assert not told(tmp_path, Metrics) + told(tmp_path, End)
 
 
-def test_only_rank_0_writes_event_files(tmp_path: Path) -> None:
-    telemetry = started(tmp_path, 1, 2, tensorboard=True)
-    telemetry.record_step(step(0))
-    telemetry.close()
-    assert not (tmp_path / "runs").exists()
-    assert [path.name for path in (tmp_path / "events").iterdir()] == ["rank1.jsonl"]
-
-
-def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, events=False)
+@pytest.mark.parametrize(("rank", "events", "files"), [(1, True, ["events"]), (0, False, [])])
+def test_other_ranks_write_no_curves_and_what_is_switched_off_no_file(
+    tmp_path: Path, rank: int, events: bool, files: list[str]
+) -> None:
+    telemetry = started(tmp_path, rank, 2, tensorboard=bool(rank), events=events)
     telemetry.record_step(step(0))
     telemetry.merge_and_write(1, lambda text: [text])
     telemetry.close()
     telemetry.close()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == files
 
 
 @pytest.mark.parametrize("records", [True, False])

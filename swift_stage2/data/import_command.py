@@ -1,0 +1,170 @@
+"""``swift-stage2 import coco|yolo|voc SOURCE``: writes rows, or nothing, and says how each issue was handled."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.data.coco_file import read_coco
+from swift_stage2.data.picture import TURN
+from swift_stage2.data.rows import LABELS, check_prompt, place_objects, row_of
+from swift_stage2.data.sources import AnnotatedSet, ImageFolder, ImportIssue, ImportReport
+from swift_stage2.data.voc_folder import read_voc
+from swift_stage2.data.yolo_folder import read_yolo
+from swift_stage2.errors import DatasetError, UserError
+from swift_stage2.runtime.output import SafeConsole, check_new_file, going_on, progress_bar, say
+from swift_stage2.runtime.parser import CommandParser, real_number
+from swift_stage2.whole_file import whole_file
+
+_PROMPT = "Detect all objects."
+_SOURCES = {
+    "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
+    "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
+    "voc": "a folder of Pascal VOC's XML files",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Raises UserError: what is there cannot be imported or written; then nothing is."""
+    options = _parse(argv)
+    outputs = [options.output]
+    if options.split:
+        outputs.append(options.output.with_name(f"{options.output.stem}.val{options.output.suffix}"))
+    for output in outputs:
+        check_new_file(output, force=options.force, sources=[options.source])
+    if not os.path.isdir(options.images):  # Path.is_dir raises for names that are too long
+        raise UserError(
+            "--images must be a folder", got=f"{options.images}, which is none", remedy="correct the path"
+        )
+    check_prompt(options.prompt)
+    report = ImportReport()
+    # Absolute, so that rows are right wherever they are read from.
+    folder = ImageFolder(options.images.absolute())
+    with going_on("import", f"reading {options.source}"):
+        source = _read(options, report, folder)
+    try:
+        written = _write(source, report, folder.folder, options, outputs)
+    except OSError as error:
+        raise UserError(
+            "--output must be a file that can be written", got=str(error), remedy="name another"
+        ) from error
+    SafeConsole(soft_wrap=True).print(report.table())
+    if source.class_file is not None:
+        say(f"classes of {source.class_file}: {', '.join(source.labels)}")
+    say(*written)
+    say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
+    return 0
+
+
+def _read(options: argparse.Namespace, report: ImportReport, folder: ImageFolder) -> AnnotatedSet:
+    of_all = options.source, report, folder
+    if options.format == "voc":
+        return read_voc(*of_all, first_pixel=options.first_pixel, skip_difficult=options.skip_difficult)
+    return read_yolo(*of_all, classes=options.classes) if options.format == "yolo" else read_coco(*of_all)
+
+
+def _write(
+    source: AnnotatedSet,
+    report: ImportReport,
+    folder: Path,
+    options: argparse.Namespace,
+    outputs: Sequence[Path],
+) -> list[str]:
+    """A line for each file: how much it holds. Raises OSError or UserError; then there is none."""
+    prompt, dialect = options.prompt.replace(LABELS, ", ".join(source.labels)), DIALECTS[options.dialect]
+    num_images, num_objects = Counter[Path](), Counter[Path]()
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(whole_file(path)) for path in outputs}
+        move_to = stack.enter_context(progress_bar(len(source.images), "images"))
+        for number, image in enumerate(source.images):
+            move_to(number)
+            if (placed := place_objects(image, folder, report)) is None:
+                continue
+            path = outputs[-1] if _is_held_out(image.name, options) else outputs[0]
+            files[path].write(row_of(os.path.join(folder, image.name), placed, prompt, dialect))
+            num_images[path] += 1
+            num_objects[path] += len(placed)
+        found = "; ".join(report.words()) or "nothing odd"
+        if not num_images.total():
+            raise DatasetError("SOURCE must give rows", got=f"none: {found}", remedy="mend what is named")
+        if report.num_annotations and not num_objects.total():
+            raise DatasetError(
+                "SOURCE must give objects",
+                got=f"none of {report.num_annotations:,}: {found}",
+                remedy="mend what is named",
+            )
+        if report.counts[ImportIssue.ROTATED] and options.boxes_on is None:
+            raise UserError(
+                "pictures with an EXIF rotation need --boxes-on",
+                got=f"none and {report.counts[ImportIssue.ROTATED]} of them (first "
+                f"{report.first[ImportIssue.ROTATED]})",
+                remedy="write --boxes-on stored if boxes were drawn on the pixels as they lie in the file; else, as "
+                f"most programs show pictures, turn the pictures themselves, and import them then: {TURN}",
+            )
+        if empty := [path for path in outputs if not num_images[path]]:
+            raise UserError(
+                "--split must leave images on both sides",
+                got=f"{options.split:g} of {num_images.total()} images and none for {empty[0]}",
+                remedy="name another share or --seed",
+            )
+    return [f"{path}: {num_images[path]:,} rows with {num_objects[path]:,} objects" for path in outputs]
+
+
+def _is_held_out(name: str, options: argparse.Namespace) -> bool:
+    """By a hash of the name: an image stays on its side whatever else is imported with it."""
+    if not options.split:
+        return False
+    digest = hashlib.blake2b(f"{options.seed}:{name}".encode("utf-8", "surrogateescape"), digest_size=8)
+    return bool(int.from_bytes(digest.digest()) < options.split * 2.0**64)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="swift-stage2 import", exit_statuses="0 done", description="Turns a labelled data set into rows."
+    )
+    formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
+    of_format = {name: _add_format(formats, name, meaning) for name, meaning in _SOURCES.items()}
+    classes_help = "data.yaml or classes.txt, if it is not near SOURCE"
+    of_format["yolo"]("--classes", type=Path, metavar="FILE", help=classes_help)
+    first_help = "where edges count from (default 1)"
+    of_format["voc"]("--first-pixel", type=int, choices=(0, 1), default=1, help=first_help)
+    of_format["voc"]("--skip-difficult", action="store_true", help="drop objects marked as difficult")
+    return parser.parse_args(argv)
+
+
+def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
+    """The options of all formats; returns what adds those of one."""
+    parser = formats.add_parser(
+        name, help=meaning, description=f"SOURCE is {meaning}.", exit_statuses="0 done"
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add("source", type=Path, metavar="SOURCE")
+    add("--images", type=Path, required=True, metavar="DIR", help="the folder that images' names start from")
+    add("--output", type=Path, required=True, metavar="TRAIN.jsonl", help="the file to write")
+    add(
+        "--prompt",
+        default=_PROMPT,
+        help=f"the question; {LABELS} stands for all classes (default: {_PROMPT})",
+    )
+    of_boxes = [name for name, dialect in DIALECTS.items() if dialect.num_coordinates == 4]
+    add("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
+    add(
+        "--split",
+        type=real_number("a share between 0 and 1", below=1.0),
+        metavar="SHARE",
+        help="write this share of the images to TRAIN.val.jsonl",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of --split (default 0)")
+    boxes_on_help = (
+        "where a picture carries an EXIF rotation: boxes were drawn on its pixels as they are stored"
+    )
+    add("--boxes-on", choices=("stored",), help=boxes_on_help)
+    add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
+    return add

@@ -1,1 +1,0 @@
-"""Sections of sentences, tables and pictures (content), and the two forms of them (rendering)."""
