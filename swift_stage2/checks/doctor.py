@@ -319,26 +319,23 @@ def check_devices(config: Stage2Config) -> CheckResult[None]:
     """Who gets which devices, and whether this machine has them; those of another host are that one's to count."""
     import torch
 
-    launch = config.launch
-    owners = {"launch.learner": launch.learner.devices}
-    here = {"launch.learner"}
+    launch, num_here = config.launch, torch.cuda.device_count()
+    on_cpu = config.swift.get("use_cpu") is True
+    here = {"launch.learner": (launch.learner.devices, on_cpu)}
     for index, server in enumerate(launch.servers):
-        owners[f"launch.servers[{index}]"] = server.devices
         if is_here(config.rollout.servers[index].host):
-            here.add(f"launch.servers[{index}]")
-    for owner in here:
-        select_devices(os.environ, owners[owner], f"{owner}.devices")
-    shown = "; ".join(f"{owner}: {','.join(map(str, each)) or 'CPU only'}" for owner, each in owners.items())
-    found = f"{'may be shared' if launch.share_devices else 'disjoint'} ({shown})"
-    num_here = torch.cuda.device_count()
-    is_on_cpu = {"launch.learner"} if config.swift.get("use_cpu") is True else set()
-    for index, server in enumerate(launch.servers if is_on_cpu else ()):
-        if server.engine is ServerEngine.TRANSFORMERS:
-            is_on_cpu.add(f"launch.servers[{index}]")
-    if num_here and (bare := sorted(owner for owner in here - is_on_cpu if not owners[owner])):
+            needs_none = on_cpu and server.engine is ServerEngine.TRANSFORMERS
+            here[f"launch.servers[{index}]"] = server.devices, needs_none
+    told, bare = [], []
+    for owner, (devices, needs_none) in here.items():
+        select_devices(os.environ, devices, f"{owner}.devices")
+        told.append(f"{owner}: {','.join(map(str, devices)) or 'CPU only'}")
+        bare += [f"{owner}.devices"] * (not devices and not needs_none)
+    found = f"{'may be shared' if launch.share_devices else 'disjoint'} ({'; '.join(told)})"
+    if num_here and bare:
         return warning(
             f"{found}; who is given no devices sees none of the {num_here} GPU(s) here",
-            f"write numbers of GPUs at {', '.join(f'{owner}.devices' for owner in bare)}",
+            f"write numbers of GPUs at {', '.join(bare)}",
         )
     return ok(found)
 

@@ -113,7 +113,7 @@ ELSEWHERE = {
             "warning",
             "write stage2_ab.channel_b.prefetch.queue_limit: 6",
         ),
-        (ELSEWHERE, 2, "devices", "ok", "launch.servers[0]: 7"),
+        (ELSEWHERE, 2, "devices", "ok", "(launch.learner: 0,1)"),
         (
             {"launch": {"servers": [{"engine": "transformers"}]}, "swift__use_cpu": False},
             2,
