@@ -10,9 +10,8 @@ import pytest
 from small_disk import SmallDisk
 
 import swift_stage2
-from swift_stage2.data.prediction import write_predictions
+from swift_stage2.data.prediction import write_file, write_predictions
 from swift_stage2.launch.plan import Command
-from swift_stage2.report.rendering import write_page
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.whole_file import write_whole
 
@@ -84,7 +83,7 @@ def test_what_holds_rows_or_answers_is_as_private_as_the_audit(tmp_path: Path) -
     log = tmp_path / "learner.log"
     before = os.umask(0o022)
     try:
-        write_page(tmp_path / "report.html", "")
+        write_file(tmp_path / "report.html", "")
         write_predictions(tmp_path / "predictions.jsonl", [])
         tree = ProcessTree(Command("a", ("true",), os.environ, 1.0), log)
         write_whole(tmp_path / "open.json", "")
