@@ -1,15 +1,15 @@
-"""Rounds of a tiny learner: its snapshots, and a directory that they are written into."""
+"""Versions of a tiny learner: its snapshots, and a directory that they are written into."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from swift_stage2.weights.disk_rounds import DiskRounds
 
 from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
-from swift_stage2.wire import RoundRequest, TensorSpec
+from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 
 WAIT_S = 60.0
 SPECS = (
@@ -29,11 +29,11 @@ def weights(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def identity(number: int = 1, run_id: str = "run") -> WeightIdentity:
-    return WeightIdentity(run_id, f"{run_id}-{number}", number, 10 * number)
+    return WeightIdentity(run_id, number, 10 * number)
 
 
-def request(number: int = 1, specs: tuple[TensorSpec, ...] = SPECS, run_id: str = "run") -> RoundRequest:
-    return RoundRequest(f"{run_id}-{number}", run_id, number, specs)
+def offer(number: int = 1, specs: tuple[TensorSpec, ...] = SPECS, run_id: str = "run") -> WeightOffer:
+    return WeightOffer(run_id, number, specs, WeightWay.DISK, timeout_s=WAIT_S)
 
 
 def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> SnapshotFile:
@@ -44,16 +44,16 @@ def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> Snapshot
     return snapshot
 
 
-def store(disk: DiskRounds, number: int) -> None:
-    """One round that a push has written."""
+def store(disk: DiskVersions, number: int) -> None:
+    """One version that a push has written."""
     disk.begin(identity(number))
     disk.store(snapshot(number), Deadline(WAIT_S))
 
 
-def prove(disk: DiskRounds, number: int) -> Path:
-    """One round that a server has proven, of which all ranks have heard."""
+def prove(disk: DiskVersions, number: int) -> Path:
+    """One version that a server has proven, of which all ranks have heard."""
     store(disk, number)
-    disk.confirm(f"run-{number}")
+    disk.confirm(number)
     assert disk._keeper is not None
     disk._keeper.join(WAIT_S)
     return disk.directory / f"run-{number}.safetensors"
