@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
-from swift_stage2.weights.courier import ThreadCourier, transport_for
-from swift_stage2.weights.sync_round import WeightSync
 from weight_rounds import make_sync
 
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
+from swift_stage2.weights.courier import ThreadCourier, transport_for
+from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 
 

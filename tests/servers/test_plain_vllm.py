@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, request
 from rollout_batch import generate
+from weight_rounds import make_order
 
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
@@ -35,7 +36,7 @@ from swift_stage2.weights.tensors import checksum_tensors
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport, unreached
 
-_VERSION = WeightVersion("run", "run-3", 3)
+_VERSION = WeightVersion("run", 3)
 _PATIENCE_S = 60.0
 
 
@@ -111,9 +112,7 @@ def _asked(server: FakeRolloutServer) -> list[str]:
 def test_it_is_told_by_its_routes_and_is_neither_ours_nor_stock(server: FakeRolloutServer) -> None:
     with ServerSession(server.url) as session:
         info = session.info(Deadline(_PATIENCE_S))
-    assert (info.stock, info.chat_model, info.model, info.staging, info.can_abort) == (
-        True, "tiny", "/models/tiny", False, False,
-    )  # fmt: skip
+    assert (info.stock, info.chat_model, info.model) == (True, "tiny", "/models/tiny")
 
 
 @pytest.mark.parametrize("log_probs", [False, True])
@@ -156,9 +155,7 @@ def test_a_post_is_one_call_a_request_in_order_and_names_its_weights(
     asked = [request(text) for text in texts]
     result = loop.run(route.generate(asked, greedy_config(5), timeout_s=_PATIENCE_S))
     assert [each.text for each in result.completions] == [f"echo {text}" for text in texts], result
-    assert {(each.weight_version, each.round_id, each.run_id) for each in result.completions} == {
-        (3, "run-3", "run")
-    }
+    assert {(each.run_id, each.weight_version) for each in result.completions} == {("run", 3)}
     # After the answers: a later process cannot have made them
     assert _asked(server)[-1] == vllm_serve.WEIGHT_INFO
     body = server.calls[0].body
@@ -268,7 +265,7 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
             session,
             ServerEndpoint(server.url, 29600),
             SnapshotFile((), bucket_bytes=1),
-            Deadline(_PATIENCE_S),
+            make_order(_PATIENCE_S),
         )
     assert vllm_serve.INIT_TRANSFER not in _asked(server)
     assert vllm_serve.RESUME not in _asked(server)
@@ -290,7 +287,7 @@ def test_a_server_that_turns_out_to_be_one_is_asked_its_way(
         run_id=_VERSION.run_id,
     ) as client:
         client.learn_chat_model(server.url, "tiny")
-        client.set_proven({server.url: ServedWeights(_VERSION.round_id, _VERSION.version, _VERSION.round_id)})
+        client.set_proven({server.url: ServedWeights(_VERSION.version, stamps=True)})
         asked = [Sample(key, row={}) for key in keys]
         rollouts = generate(client, asked, [request("a"), request("b")]).rollouts
     assert sorted(rollout.text for rollout in rollouts) == ["echo a", "echo b"]

@@ -21,25 +21,26 @@ from dropping_port import LINEAR, a_round_at_a_dropping_port, dropping_port
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from stalled_peer import PART_BYTES, SECRET
 from stopped_process import stop_process
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
 from torch.distributed import TCPStore
 from torchrun_job import free_port
-from weight_rounds import make_sync
+from weight_rounds import make_order, make_sync
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import stock_transport
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
+from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 CPU = torch.device("cpu")
 EMPTY = SnapshotFile((), bucket_bytes=1)
+ANSWER = wire.OfferAnswer(True, "listening", SECRET)
 KILLED_BY_S = 60.0
 T = 10.0  # of it 8 for calls; the second part is taken after 3, so a limit counted from there would pass T
 
@@ -66,7 +67,7 @@ def answering_as_ours(manifest: tuple[wire.TensorSpec, ...]) -> FakeRolloutServe
     info = wire.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
     return FakeRolloutServer(
         on_get=lambda call: Answer(body=json.dumps(info.to_json()).encode()),
-        on_reset=lambda call: Answer(body=json.dumps({"secret": SECRET}).encode()),
+        on_reset=lambda call: Answer(body=json.dumps(ANSWER.to_json()).encode()),
     )
 
 
@@ -195,7 +196,7 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
         ):
             if store_check is not None:
                 communicators[-1].group.store.check = store_check
-            transport.open(session, ServerEndpoint(server.url, 51216), EMPTY, Deadline(60.0))
+            transport.open(session, ServerEndpoint(server.url, 51216), EMPTY, make_order(60.0))
             assert len(communicators) == expected
             dropped = [one.is_destroyed for one in communicators]
             assert dropped == [True] * (expected - 1) + [False]

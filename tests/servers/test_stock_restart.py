@@ -9,13 +9,13 @@ from datetime import timedelta
 import pytest
 from channel_b.test_rollout_client import ask, make_client, positions, texts
 from fake_rollout_server import LONGEST_WAIT_S, FakeRolloutServer
-from swift_stage2.servers.probe import SuspectProbe
 from test_stalled_server import KILLED_BY_S, kept, peer
 from torch.distributed import TCPStore
 
 from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.collectives import NoteBoard
 from swift_stage2.fence import InferFence
+from swift_stage2.servers.probe import SuspectProbe
 
 VERSION = 3
 
@@ -82,6 +82,6 @@ def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[Note
         rank_0.write(f"{server.url} {VERSION}", "lost")
         assert texts(ask(client, 1)) == []
         fence.close()
-        client.set_proven({server.url: ServedWeights(None, VERSION + 1, None)})
+        client.set_proven({server.url: ServedWeights(VERSION + 1, stamps=False)})
         fence.reopen(VERSION + 1)
         assert texts(ask(client, 1)) == ["echo 0"]

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
-from weight_rounds import make_sync
+from weight_rounds import make_order, make_sync
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
@@ -21,8 +19,10 @@ from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier as weight_courier
 from swift_stage2.weights import stock_transport
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
+from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 
@@ -176,7 +176,7 @@ def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServe
     endpoint = ServerEndpoint(server.url, 51216)
     with ServerSession(server.url) as session, pytest.raises(ServerFault, match="get_world_size"):
         StockTransport(torch.device("cpu")).open(
-            session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0)
+            session, endpoint, SnapshotFile((), bucket_bytes=1), make_order(5.0)
         )
     assert [call.path for call in server.calls] == [wire.WORLD_SIZE]
 
@@ -191,5 +191,5 @@ def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(serve
             ServerFault, match=r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
         ),
     ):
-        transport.open(session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0))
+        transport.open(session, endpoint, SnapshotFile((), bucket_bytes=1), make_order(5.0))
     assert server.calls == []
