@@ -10,8 +10,11 @@ from stand_in_canary import StandInCanary, UnaskedCanary
 
 from swift_stage2.config import Proof, Transport
 from swift_stage2.config.rollout import SyncConfig
+from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.publisher_worker import PublisherSetup
+from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.waited_updates import WaitedUpdates
 
@@ -32,6 +35,18 @@ def make_updates(
 def make_updates_by_checksums(weights: torch.nn.Module, publisher: Any, **options: Any) -> WaitedUpdates:
     """Updates that checksums prove, and nothing else."""
     return make_updates(weights, publisher, canary=UnaskedCanary(), proof=Proof.CHECKSUM, **options)
+
+
+def make_spec(seconds: float, **terms: Any) -> UpdateSpec:
+    """Of a push without a canary, whose calls end after so many seconds."""
+    settings: dict[str, Any] = {
+        "identity": WeightIdentity("run", 1),
+        "manifest": (),
+        "canary": None,
+        "proof": Proof.AUTO,
+        "deadline": Deadline(seconds),
+    }
+    return UpdateSpec(**settings | terms)
 
 
 def mark_suspect(updates: WaitedUpdates, *servers: int) -> None:

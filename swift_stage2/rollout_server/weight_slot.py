@@ -30,7 +30,7 @@ from swift_stage2.rollout_server.weight_source import (
     require_size,
 )
 from swift_stage2.runtime.memory import MemoryFile
-from swift_stage2.weights.disk_rounds import version_name
+from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.weights.stream import WeightListener
 from swift_stage2.wire import (
     INSTALLING_STATE,
@@ -239,7 +239,7 @@ class WeightSlot:
                 RefusalReason.NO_ROOT,
                 "the server must be told where to read weights, got no --weights-root; start it with one",
             )
-        file = DiskFile(self._weights_root, version_name(offer.run_id, offer.version))
+        file = DiskFile(self._weights_root, WeightIdentity(offer.run_id, offer.version).name)
         require_size(file.num_bytes, offer.manifest)
         return self._filled(offer, file.num_bytes, file), OfferAnswer(True, "the version's file is read")
 

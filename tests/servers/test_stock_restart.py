@@ -9,13 +9,13 @@ from datetime import timedelta
 import pytest
 from channel_b.test_rollout_client import ask, make_client, positions, texts
 from fake_rollout_server import LONGEST_WAIT_S, FakeRolloutServer
+from swift_stage2.servers.probe import SuspectProbe
 from test_stalled_server import KILLED_BY_S, kept, peer
 from torch.distributed import TCPStore
 
 from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.collectives import NoteBoard
 from swift_stage2.fence import InferFence
-from swift_stage2.servers.probe import SuspectProbe
 
 VERSION = 3
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
+from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 
 from swift_stage2 import wire
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import probe as suspect_probe
-from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 
 INTERVAL_S = 0.01
 
