@@ -17,7 +17,7 @@ from torch import nn
 from weight_updates import make_updates
 
 from swift_stage2 import wire
-from swift_stage2.errors import ServerFault
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.telemetry.timing import EnterSpan, untraced
