@@ -1,13 +1,13 @@
-"""Rounds of a tiny learner: its snapshots, and a directory that they are written into."""
+"""Versions of a tiny learner: its snapshots, and a directory that they are written into."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from swift_stage2.weights.disk_versions import DiskVersions
 
 from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 
@@ -45,13 +45,13 @@ def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> Snapshot
 
 
 def store(disk: DiskVersions, number: int) -> None:
-    """One round that a push has written."""
+    """One version that a push has written."""
     disk.begin(identity(number))
     disk.store(snapshot(number), Deadline(WAIT_S))
 
 
 def prove(disk: DiskVersions, number: int) -> Path:
-    """One round that a server has proven, of which all ranks have heard."""
+    """One version that a server has proven, of which all ranks have heard."""
     store(disk, number)
     disk.confirm(number)
     assert disk._keeper is not None

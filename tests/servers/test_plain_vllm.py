@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, request
 from rollout_batch import generate
-from weight_rounds import make_order
+from weight_updates import make_spec
 
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
@@ -265,7 +265,7 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
             session,
             ServerEndpoint(server.url, 29600),
             SnapshotFile((), bucket_bytes=1),
-            make_order(_PATIENCE_S),
+            make_spec(_PATIENCE_S),
         )
     assert vllm_serve.INIT_TRANSFER not in _asked(server)
     assert vllm_serve.RESUME not in _asked(server)

@@ -1,4 +1,4 @@
-"""Rounds and the probe ask a stock server with several engines, through ms-swift's own routes."""
+"""Pushes and the health check ask a stock server with several engines, through ms-swift's own routes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from stock_engines import StandInEngine, stock_server
-from weight_rounds import make_order
+from weight_updates import make_spec
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
@@ -35,9 +35,7 @@ def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
         stock_server(*engines, tensor_parallel_size=tensor_parallel_size) as server,
         ServerSession(server.url) as session,
     ):
-        return prove_server(
-            session, make_order(AMPLE_S, canary=Canary()), wire.ServerInfo(stock=True), {}, same_dtypes=True
-        )
+        return prove_server(session, make_spec(AMPLE_S, canary=Canary()), wire.ServerInfo(stock=True), {})
 
 
 @pytest.mark.parametrize(("num_engines", "tensor_parallel_size"), [(1, 1), (1, 4), (2, 1), (3, 2)])
