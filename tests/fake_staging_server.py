@@ -1,4 +1,4 @@
-"""A server that speaks as ours in staged rounds and believes every checksum, so that a test may hold or break any call.
+"""A server that speaks as ours and believes every checksum, so that a test may hold or break any call.
 
 It maps the learner's memory as ours does and notes the bytes. ``hooks`` answer a path in its place, once for each
 call; one that returns nothing has only looked.
@@ -20,46 +20,41 @@ Hook = Callable[[Call], Answer | None]
 
 
 class FakeStagingServer(FakeRolloutServer):
-    """Proves every round whose calls nobody breaks."""
+    """Proves every install whose calls nobody breaks."""
 
     def __init__(self, manifest: tuple[wire.TensorSpec, ...]) -> None:
         super().__init__(on_get=self._tell, on_reset=self._obey, on_infer=self._answer)
         self.manifest = manifest
         self.hooks: dict[str, Hook] = {}
         self.mapped: list[bytes] = []
-        self.begun: list[dict[str, Any]] = []
+        self.offered: list[dict[str, Any]] = []
         self.proofs: list[dict[str, Any]] = []
 
     @property
-    def served(self) -> str | None:
-        """The round that brought the weights that it serves."""
-        return str(self.proofs[-1]["round_id"]) if self.proofs else None
+    def served(self) -> int | None:
+        """The version that it serves."""
+        return int(self.proofs[-1]["version"]) if self.proofs else None
 
     def _tell(self, call: Call) -> Answer:
-        info = wire.ServerInfo(False, INCARNATION, state="serving", manifest=self.manifest, staging=True)
+        info = wire.ServerInfo(False, INCARNATION, state="serving", manifest=self.manifest)
         return self._hooked(call) or _says(info.to_json())
 
     def _answer(self, call: Call) -> Answer:
-        stamp = {"weight_version": self.begun[-1]["version"], "round_id": self.begun[-1]["round_id"]}
-        return self._hooked(call) or outputs([output("a", incarnation=INCARNATION, **stamp)])
+        stamp = {"weight_version": self.proofs[-1]["version"], "run_id": self.proofs[-1]["run_id"]}
+        return self._hooked(call) or outputs([output("a", **stamp)])
 
     def _obey(self, call: Call) -> Answer:
         if (answer := self._hooked(call)) is not None:
             return answer
-        if call.path == wire.BEGIN_ROUND:
-            self.begun.append(call.body)
-        elif call.path == wire.INIT_COMMUNICATOR:
+        if call.path == wire.WEIGHTS:
+            self.offered.append(call.body)
             self.mapped.append(Path(call.body["path"]).read_bytes())
-            return _says({"message": "mapped", "mapped": True})
-        elif call.path == wire.FINISH_ROUND and call.body.get("commit", True):
-            sums = call.body["checksums"]
-            version = self.begun[-1]["version"]
-            proof = wire.RoundProof(
-                call.body["round_id"], INCARNATION, version, sums, sums, tuple(sums)
-            ).to_json()
-            self.proofs.append(proof)
-            return _says(proof)
-        return _says({"message": "status: True"})
+            return _says(wire.OfferAnswer(True, "mapped").to_json())
+        wanted = wire.InstallRequest.from_json(call.body)
+        sums, names = wanted.checksums, tuple(wanted.checksums)
+        proof = wire.WeightProof(wanted.run_id, wanted.version, INCARNATION, sums, sums, names).to_json()
+        self.proofs.append(proof)
+        return _says(proof)
 
     def _hooked(self, call: Call) -> Answer | None:
         hook = self.hooks.get(call.path)

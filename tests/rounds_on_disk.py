@@ -9,7 +9,7 @@ from swift_stage2.weights.disk_rounds import DiskRounds
 
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
-from swift_stage2.wire import RoundRequest, TensorSpec
+from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 
 WAIT_S = 60.0
 SPECS = (
@@ -29,11 +29,11 @@ def weights(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def identity(number: int = 1, run_id: str = "run") -> WeightIdentity:
-    return WeightIdentity(run_id, f"{run_id}-{number}", number, 10 * number)
+    return WeightIdentity(run_id, number, 10 * number)
 
 
-def request(number: int = 1, specs: tuple[TensorSpec, ...] = SPECS, run_id: str = "run") -> RoundRequest:
-    return RoundRequest(f"{run_id}-{number}", run_id, number, specs)
+def offer(number: int = 1, specs: tuple[TensorSpec, ...] = SPECS, run_id: str = "run") -> WeightOffer:
+    return WeightOffer(run_id, number, specs, WeightWay.DISK, timeout_s=WAIT_S)
 
 
 def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> SnapshotFile:
@@ -53,7 +53,7 @@ def store(disk: DiskRounds, number: int) -> None:
 def prove(disk: DiskRounds, number: int) -> Path:
     """One round that a server has proven, of which all ranks have heard."""
     store(disk, number)
-    disk.confirm(f"run-{number}")
+    disk.confirm(number)
     assert disk._keeper is not None
     disk._keeper.join(WAIT_S)
     return disk.directory / f"run-{number}.safetensors"

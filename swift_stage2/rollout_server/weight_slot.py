@@ -166,18 +166,21 @@ class WeightSlot:
             InstallFailed: not everything arrived or calls did not end (the old weights serve on), or the copy failed.
             EngineUnavailable: the server is shutting down.
         """
-        end = time.monotonic() + wanted.timeout_s
+        end, name = time.monotonic() + wanted.timeout_s, (wanted.run_id, wanted.version)
         with self._changed:
+            proof = self._proof
+            if proof is not None and (proof.run_id, proof.version) == name and not self._is_offered(name):
+                return proof
             self._wait_until(
-                lambda: self._installing is None and not self._engine.is_copying,
+                lambda: (
+                    not self._is_offered(name) or (self._installing is None and not self._engine.is_copying)
+                ),
                 end,
                 given_up,
                 "the install before this one must end within its time",
             )
-            offered, name = self._offered, (wanted.run_id, wanted.version)
-            if offered is None or (offered.offer.run_id, offered.offer.version) != name:
-                if self._proof is not None and (self._proof.run_id, self._proof.version) == name:
-                    return self._proof
+            offered = self._offered
+            if offered is None or not self._is_offered(name):
                 raise WeightsRefused(
                     RefusalReason.NO_WEIGHTS,
                     f"weights must be offered before they are installed, got version={wanted.version} of run "
@@ -186,7 +189,7 @@ class WeightSlot:
             self._installing, self._offered = offered, None
         try:
             return self._install(offered, wanted, end, given_up, abort_pending)
-        except InstallFailed as error:
+        except Exception as error:
             _log.warning("version %d of run %s: %s", wanted.version, wanted.run_id, error)
             let_go_of_frames(error)  # they hold a learner's memory
             raise
@@ -208,10 +211,13 @@ class WeightSlot:
 
     # --- offers, one at a time ------------------------------------------------------------------
     def _put(self, source: WeightSource | None) -> None:
+        """In the place of what was offered before, and of what is still on its way to an install."""
         with self._changed:
-            is_closed = self._closed
+            is_closed, awaited = self._closed, self._installing if self._gate is None else None
             if not is_closed:
                 source, self._offered = self._offered, source
+        if awaited is not None:
+            awaited.close()
         if source is not None:
             _let_go(source)
         if is_closed:
@@ -260,6 +266,10 @@ class WeightSlot:
         return self._writer
 
     # --- installs, one at a time ----------------------------------------------------------------
+    def _is_offered(self, name: tuple[str, int]) -> bool:
+        offer = self._offered and self._offered.offer
+        return offer is not None and (offer.run_id, offer.version) == name
+
     def _install(
         self,
         offered: WeightSource,

@@ -23,7 +23,7 @@ from live_server import (
 from our_server import engine_here
 from swift_stage2.weights.disk_rounds import DiskRounds
 from test_infer import hugging_face_answer
-from test_sync_round import own_checksums
+from test_installs import own_checksums
 from test_weight_sync import Learner
 from waiting import wait_for
 

@@ -12,9 +12,7 @@ import torch
 from live_server import MODEL, LearnerRound, RunningServer, base64_png, load_learner, text_request
 from PIL import Image, ImageDraw
 
-from swift_stage2 import wire
 from swift_stage2.servers.infer_wire import PREFIX, Completion
-from swift_stage2.wire import AbortRequest
 
 # Every side is a multiple of 28, so that nothing is resized on any side.
 _SIZES = ((112, 112), (56, 84), (140, 56), (168, 168), (196, 28))
@@ -178,10 +176,8 @@ def compare_aborted(
 
 
 def abort(server: RunningServer) -> int:
-    """Asks the server to abort all that its weights are asked for; returns how many that were."""
-    stamp = server.engine.stamp
-    call = AbortRequest(stamp.run_id, stamp.version).to_json()
-    return int(server.post(wire.ABORT, call).json()["aborted"])
+    """Has the engine end all that it is asked for, as an install may; returns how many that were."""
+    return int(server.engine.abort())
 
 
 def compare_many(

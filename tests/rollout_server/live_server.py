@@ -32,7 +32,7 @@ from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.stream import WeightStream, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name
-from swift_stage2.wire import RoundProof, RoundRequest
+from swift_stage2.wire import WeightOffer, WeightProof, WeightWay
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 60.0
@@ -87,23 +87,18 @@ class RunningServer:
     base_url: str
     versions: Iterator[int] = field(default_factory=lambda: iter(range(1, 10_000)))
 
-    def infer(
-        self, requests: Sequence[dict[str, Any]], *, round_id: str | None = None, **options: Any
-    ) -> list[Completion]:
-        reply = self.post_infer(requests, round_id=round_id, **options)
+    def infer(self, requests: Sequence[dict[str, Any]], **options: Any) -> list[Completion]:
+        reply = self.post_infer(requests, **options)
         assert reply.status_code == 200, reply.text
         return list(parse_infer_reply(reply.json(), len(requests)))
 
-    def post_infer(
-        self, requests: Sequence[dict[str, Any]], *, round_id: str | None = None, **options: Any
-    ) -> httpx.Response:
-        headers = {wire.ROUND_HEADER: round_id} if round_id else {}
-        body = {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
-        return self.http.post(wire.INFER, json=body, headers=headers)
+    def post_infer(self, requests: Sequence[dict[str, Any]], **options: Any) -> httpx.Response:
+        return self.post(
+            wire.INFER, {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
+        )
 
-    def post(self, path: str, body: Any = None, round_id: str | None = None) -> httpx.Response:
-        headers = {wire.ROUND_HEADER: round_id} if round_id else {}
-        return self.http.post(path, json={} if body is None else body, headers=headers)
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        return self.http.post(path, json={} if body is None else body)
 
     def state(self) -> str:
         return str(self.http.get(wire.SERVER_INFO).json()["state"])
@@ -157,82 +152,62 @@ def num_mappings(descriptor: int) -> int:
 
 
 class LearnerRound:
-    """The learner's calls of one round, in order; each step may be left out or repeated by a test.
+    """The learner's calls of one round, in order; each step may be left out or repeated by a test."""
 
-    A staged one names itself in every call after the first.
-    """
-
-    def __init__(
-        self, server: RunningServer, module: torch.nn.Module, *, run_id: str = "run-1", staged: bool = False
-    ) -> None:
+    def __init__(self, server: RunningServer, module: torch.nn.Module, *, run_id: str = "run-1") -> None:
         self.server = server
-        self.staged = staged
         self.export = WeightExport(module)
         self.version = next(server.versions)
-        self.round_id = f"round-{self.version}"
         self.run_id = run_id
         self.stream: WeightStream | None = None
-        self.snapshot = snapshot_of(self.export, WeightIdentity(run_id, self.round_id, self.version))
+        self.snapshot = snapshot_of(self.export, WeightIdentity(run_id, self.version))
 
-    def post(self, path: str, body: Any = None) -> httpx.Response:
-        return self.server.post(path, body, self.round_id if self.staged else None)
-
-    def begin(self, timeout_s: float = 60.0) -> httpx.Response:
-        request = RoundRequest(
-            self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s, self.staged
-        )
-        return self.server.post(wire.BEGIN_ROUND, request.to_json())
+    def offer(self, way: WeightWay, timeout_s: float = 60.0, **place: Any) -> httpx.Response:
+        manifest = self.export.manifest()
+        offer = WeightOffer(self.run_id, self.version, manifest, way, timeout_s=timeout_s, **place)
+        return self.server.post(wire.WEIGHTS, offer.to_json())
 
     def connect(self, timeout_s: float = 20.0) -> None:
         port, num_bytes = free_port(), self.snapshot.file.num_bytes
-        body = {"port": port, "backend": wire.WEIGHT_STREAM, "num_bytes": num_bytes}
-        reply = self.post(wire.INIT_COMMUNICATOR, body)
+        reply = self.offer(WeightWay.STREAM, timeout_s, port=port, num_bytes=num_bytes)
         assert reply.status_code == 200, reply.text
         with socket.create_connection(("127.0.0.1", port), 1.0):
             pass  # the reply means that it listens, also to strangers
         self.stream = connect_stream("127.0.0.1", port, reply.json()["secret"], timeout_s)
 
-    def send(self) -> None:
-        assert self.stream is not None
-        self.stream.send(self.snapshot.file.memory, CALL_TIMEOUT_S)
-
     def push(self) -> None:
         self.connect()
-        self.send()
-
-    def share(self, path: str | None = None) -> httpx.Response:
-        body = {"backend": wire.SHARED_MEMORY, "path": path or self.snapshot.file.path}
-        return self.post(wire.INIT_COMMUNICATOR, body)
+        assert self.stream is not None
+        self.stream.send(self.snapshot.file.memory, CALL_TIMEOUT_S)
 
     def push_shared(self) -> SharedFile:
         """From a copy that the learner does not map."""
         file = SharedFile(bytes(self.snapshot.file.memory))
-        answer = self.share(file.file.path).json()
-        assert answer["mapped"], answer
+        answer = self.offer(WeightWay.SHARED_MEMORY, path=file.file.path).json()
+        assert answer["taken"], answer
         return file
 
-    def load(self, **options: Any) -> httpx.Response:
-        return self.post(wire.PROCESS_WEIGHTS, options)
+    @property
+    def installation(self) -> dict[str, Any]:
+        """Body of its INSTALL."""
+        sums = checksums_by_name(self.snapshot.tensors)
+        return {"run_id": self.run_id, "version": self.version, "checksums": sums}
+
+    def install(self, **options: Any) -> httpx.Response:
+        return self.server.post(wire.INSTALL, self.installation | options)
 
     def close(self) -> None:
         if self.stream is not None:
             self.stream.close()
             self.stream = None
 
-    def finish(self, **options: Any) -> httpx.Response:
-        sums = checksums_by_name(self.snapshot.tensors)
-        return self.post(wire.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options})
-
-    def run(self) -> RoundProof:
+    def run(self) -> WeightProof:
         """The whole round."""
-        assert self.begin().status_code == 200
         self.push()
-        reply = self.load()
-        assert reply.status_code == 200, reply.text
+        reply = self.install()
         self.close()
-        reply = self.finish()
         assert reply.status_code == 200, reply.text
-        return RoundProof.from_json(reply.json())
+        return WeightProof.from_json(reply.json())
 
 
 def snapshot_of(export: WeightExport, identity: WeightIdentity) -> SnapshotFile:

@@ -17,20 +17,20 @@ from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import Rollout, Segment
-from swift_stage2.wire import RoundProof
+from swift_stage2.wire import WeightProof
 
 TOLERANCE = 1e-4  # nats, float32
 MEDIA_IDS = {6, 7}  # the learner would look for their pixels
 
 
 def sample_answers(
-    server: RunningServer, proof: RoundProof, rows: Sequence[Mapping[str, Any]], **decoding: Any
+    server: RunningServer, proof: WeightProof, rows: Sequence[Mapping[str, Any]], **decoding: Any
 ) -> list[Rollout]:
     """One rollout of each row by the learner's client, which asks for log-probabilities."""
     encoder, samples = make_encoder(), [sample_of(row, number) for number, row in enumerate(rows)]
     client = make_client(
         server.base_url,
-        fence=InferFence(version=proof.weight_version),
+        fence=InferFence(version=proof.version),
         decoding=DecodingConfig(**decoding),
         run_seed=5,
         run_id="run-1",
@@ -38,8 +38,7 @@ def sample_answers(
         columns=(LOG_PROBS,),
     )
     with client:
-        served = ServedWeights(proof.round_id, proof.weight_version, proof.incarnation)
-        client.set_proven({server.base_url: served})
+        client.set_proven({server.base_url: ServedWeights(proof.version, stamps=True)})
         outcome = generate(client, samples, [encoder.request(sample) for sample in samples])
     assert (outcome.failures, client.suspects) == ((), {})
     return [rollout for rollout in outcome.rollouts if MEDIA_IDS.isdisjoint(rollout.token_ids)]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -71,14 +70,11 @@ def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
     posts = [
         wire.INFER,
         wire.ENGINE_TYPE,
-        wire.INIT_COMMUNICATOR,
-        wire.PROCESS_WEIGHTS,
         wire.RESET_PREFIX_CACHE,
         wire.RESET_ENCODER_CACHE,
         wire.RESET_MM_CACHE,
-        wire.BEGIN_ROUND,
-        wire.FINISH_ROUND,
-        wire.ABORT,
+        wire.WEIGHTS,
+        wire.INSTALL,
     ]
     for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         assert {guarded.get(path, headers=wrong).status_code for path in gets} == {401}
@@ -161,7 +157,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_port_is_where_it_was_told(
+def test_sigterm_ends_a_server_whose_install_waits_for_a_frozen_learner_and_its_port_is_where_it_was_told(
     tmp_path: Path,
 ) -> None:
     with (
@@ -171,24 +167,16 @@ def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_por
         manifest = http.get(wire.SERVER_INFO).json()["manifest"]
         port = free_port()
         size = snapshot_bytes([TensorSpec.from_json(spec) for spec in manifest])
-        steps: list[tuple[str, dict[str, Any]]] = [
-            (
-                wire.BEGIN_ROUND,
-                {"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 600.0, "manifest": manifest},
-            ),
-            (
-                wire.INIT_COMMUNICATOR,
-                {"port": port, "host": "0.0.0.0", "num_bytes": size},
-            ),
-        ]
-        answers = [http.post(path, json=body).raise_for_status().json() for path, body in steps]
+        name, way = {"run_id": "a", "version": 1, "timeout_s": 600.0}, {"way": "tcp", "host": "0.0.0.0"}
+        offer = {**name, **way, "manifest": manifest, "port": port, "num_bytes": size}
+        secret = http.post(wire.WEIGHTS, json=offer).raise_for_status().json()["secret"]
         listens = {
             each.laddr for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"
         }
         assert {address.ip for address in listens} == {"127.0.0.2"}
         assert port in {address.port for address in listens}
         learner = subprocess.Popen(
-            [sys.executable, "-c", SILENT_LEARNER, str(port), answers[1]["secret"]],
+            [sys.executable, "-c", SILENT_LEARNER, str(port), secret],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -197,15 +185,16 @@ def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_por
             assert learner.stdout.readline() == b"connected\n"
             stop_process(learner.pid)
             with ThreadPoolExecutor(2) as callers:
-                loads = {
-                    callers.submit(http.post, wire.PROCESS_WEIGHTS, json={}, timeout=600.0) for _ in range(2)
+                install = {**name, "checksums": {}}
+                installs = {
+                    callers.submit(http.post, wire.INSTALL, json=install, timeout=600.0) for _ in range(2)
                 }
-                ended, waiting = wait(loads, CALL_TIMEOUT_S, FIRST_COMPLETED)
+                ended, waiting = wait(installs, CALL_TIMEOUT_S, FIRST_COMPLETED)
                 assert [each.result(0).status_code for each in ended] == [409]  # because the other one waits
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(20.0) == 0, (tmp_path / "log").read_text()  # of the round's 600
+                assert process.wait(20.0) == 0, (tmp_path / "log").read_text()  # of the install's 600
                 (reply,) = (each.result(CALL_TIMEOUT_S) for each in waiting)
-            assert (reply.status_code, "the round has ended" in reply.text) == (500, True)
+            assert (reply.status_code, "the offer has ended" in reply.text) == (500, True)
         finally:
             learner.kill()
             learner.communicate(timeout=10.0)

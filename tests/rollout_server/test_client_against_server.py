@@ -26,18 +26,18 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
-from swift_stage2.wire import RoundProof
+from swift_stage2.wire import WeightProof
 
 
 @pytest.fixture
-def proof(server: RunningServer) -> RoundProof:
+def proof(server: RunningServer) -> WeightProof:
     """The proof of a round that the server has just ended."""
     return LearnerRound(server, load_learner(), run_id="run-1").run()
 
 
-def make_client(server: RunningServer, proof: RoundProof, **changes: Any) -> RolloutClient:
+def make_client(server: RunningServer, proof: WeightProof, **changes: Any) -> RolloutClient:
     settings: dict[str, Any] = {
-        "fence": InferFence(version=proof.weight_version),
+        "fence": InferFence(version=proof.version),
         "decoding": DecodingConfig(temperature=1.0, max_new_tokens=4),
         "run_id": "run-1",
         "max_inflight_per_server": 16,
@@ -47,8 +47,8 @@ def make_client(server: RunningServer, proof: RoundProof, **changes: Any) -> Rol
     return client
 
 
-def served(proof: RoundProof) -> ServedWeights:
-    return ServedWeights(proof.round_id, proof.weight_version, proof.incarnation)
+def served(proof: WeightProof) -> ServedWeights:
+    return ServedWeights(proof.version, stamps=True)
 
 
 def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
@@ -56,12 +56,12 @@ def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
     return generate(client, samples, requests)
 
 
-def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, proof: RoundProof) -> None:
+def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, proof: WeightProof) -> None:
     with make_client(server, proof) as client:
         outcome = ask(client, [image_request(shade) for shade in (40, 120, 200)])
     assert (outcome.failures, client.suspects) == ((), {})
     assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 1, 2]
-    assert {rollout.version for rollout in outcome.rollouts} == {proof.weight_version}
+    assert {rollout.version for rollout in outcome.rollouts} == {proof.version}
     assert all(1 <= len(rollout.token_ids) <= 4 for rollout in outcome.rollouts)
     assert all(len(rollout.prompt_token_ids) > 10 for rollout in outcome.rollouts)
 
@@ -74,7 +74,7 @@ def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, 
     ],
 )
 def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not_asked_for_ever(
-    server: RunningServer, proof: RoundProof, content: bytes, why: str
+    server: RunningServer, proof: WeightProof, content: bytes, why: str
 ) -> None:
     refused = image_request() | {"images": [base64.b64encode(content).decode()]}
     with make_client(server, proof) as client:
@@ -86,17 +86,17 @@ def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not
     assert (len(outcome.rollouts), client.suspects) == (2, {})
 
 
-def test_weights_of_another_version_are_discarded(server: RunningServer, proof: RoundProof) -> None:
+def test_weights_of_another_version_are_discarded(server: RunningServer, proof: WeightProof) -> None:
     with make_client(server, proof) as client:
-        other = replace(served(proof), version=proof.weight_version + 1)
+        other = replace(served(proof), version=proof.version + 1)
         client.set_proven({server.base_url: other})
         outcome = ask(client, [image_request()])
     assert outcome.rollouts == ()
-    assert f"weight_version={proof.weight_version}" in client.suspects[server.base_url]
+    assert f"weight_version={proof.version}" in client.suspects[server.base_url]
 
 
 def test_an_abandoned_post_is_settled_once_the_engine_is_free(
-    server: RunningServer, proof: RoundProof
+    server: RunningServer, proof: WeightProof
 ) -> None:
     blocked, release = threading.Event(), threading.Event()
 

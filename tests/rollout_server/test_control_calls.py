@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -46,40 +45,38 @@ def status_of(connection: socket.socket) -> int:
 
 @pytest.fixture
 def half_pushed(server: RunningServer) -> LearnerRound:
-    """A round whose learner has connected and sends nothing."""
+    """An offer whose learner has connected and sends nothing."""
     round_ = LearnerRound(server, load_learner(seed=30))
-    assert round_.begin(timeout_s=300.0).status_code == 200
     round_.connect(timeout_s=300.0)
     return round_
 
 
-def test_one_load_waits_and_all_others_are_refused_at_once(
+def ask_to_install(round_: LearnerRound) -> socket.socket:
+    return call_and_wait(round_.server, wire.INSTALL, json.dumps(round_.installation).encode())
+
+
+def test_one_install_waits_all_others_are_refused_at_once_and_a_newer_offer_ends_it(
     server: RunningServer, half_pushed: LearnerRound
 ) -> None:
     with ExitStack() as stack:
-        loads = [
-            stack.enter_context(closing(call_and_wait(server, wire.PROCESS_WEIGHTS))) for _ in range(MANY)
-        ]
-        wait_for(lambda: server.service.rounds._round is not None and server.service.rounds._round.is_loading)
+        installs = [stack.enter_context(closing(ask_to_install(half_pushed))) for _ in range(MANY)]
+        wait_for(lambda: server.service.slot._installing is not None)
         next_round = LearnerRound(server, load_learner(seed=31))
-        assert next_round.begin().status_code == 200  # of the same run: it gives way
-        assert sorted(status_of(load) for load in loads) == [409] * (MANY - 1) + [500]
-    next_round.push()
-    assert next_round.load().status_code == 200
-    next_round.close()
-    assert next_round.finish().status_code == 200
+        next_round.run()
+        assert sorted(status_of(each) for each in installs) == [409] * (MANY - 1) + [500]
+    assert server.infer([text_request()])[0].weight_version == next_round.version
     half_pushed.close()
 
 
-def test_a_load_whose_caller_has_gone_ends_and_loads_nothing(
+def test_an_install_whose_caller_has_gone_ends_and_installs_nothing(
     server: RunningServer, half_pushed: LearnerRound
 ) -> None:
     before = server.engine.stamp
-    load = call_and_wait(server, wire.PROCESS_WEIGHTS)
-    wait_for(lambda: server.service.rounds._round is not None and server.service.rounds._round.is_loading)
-    load.close()
-    wait_for(lambda: server.state() == "serving")
-    assert server.engine.stamp == before
+    install = ask_to_install(half_pushed)
+    wait_for(lambda: server.service.slot._installing is not None)
+    install.close()
+    wait_for(lambda: server.service.slot._installing is None)
+    assert (server.state(), server.engine.stamp) == ("serving", before)
     half_pushed.close()
 
 
@@ -113,25 +110,6 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
     monkeypatch.setattr(routes, "check_call", held.check)
     yield held
     held.go_on.set()
-
-
-def abort(server: RunningServer) -> int:
-    stamp = server.engine.stamp
-    reply = server.post(wire.ABORT, wire.AbortRequest(stamp.run_id, stamp.version).to_json())
-    return int(reply.json()["aborted"])
-
-
-def test_an_abort_meets_what_arrived_before_it_and_is_decoded_after_it(
-    server: RunningServer, decoding: Decoding
-) -> None:
-    LearnerRound(server, load_learner()).run()  # aborts name the weights
-    with ThreadPoolExecutor(1) as caller:
-        rollout = caller.submit(server.infer, [text_request("held")])
-        wait_for(lambda: decoding.begun == ["held"])
-        assert abort(server) == 0  # nothing that runs
-        decoding.go_on.set()
-        (completion,) = rollout.result(CALL_TIMEOUT_S)
-    assert completion.finish_reason == "abort"
 
 
 def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any, decoding: Decoding) -> None:

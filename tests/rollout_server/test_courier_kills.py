@@ -20,10 +20,10 @@ from swift_stage2.weights.courier_process import ProcessCourier
 from waiting import wait_for
 from weight_rounds import courier_setup, make_sync_by_checksums
 
-from swift_stage2.records import RoundOutcome
+from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 from swift_stage2.weights.transport import ServerEndpoint
-from swift_stage2.wire import FinishRequest, RoundProof
+from swift_stage2.wire import WeightProof
 
 RUN = "killed-run"
 PATIENCE_S = 60.0
@@ -39,16 +39,14 @@ class Learner:
         self.courier = ProcessCourier(courier_setup(ServerEndpoint(server.base_url, free_port())))
         self.sync = make_sync_by_checksums(self._module, self.courier, run_id=RUN)
         self._versions = server.versions
-        self.num_rounds = 0
 
     def round(self, kill_after_s: float | None = None) -> RoundOutcome:
         """One staged round; after so many seconds its process is killed."""
-        self.num_rounds += 1
         with torch.no_grad():
             for parameter in self._module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.02)
-        round_id = f"{RUN}-{self.num_rounds}"
-        self.sync.begin(next(self._versions), [0], round_id=round_id, staged=True)
+        version = next(self._versions)
+        self.sync.begin(version, [0], staged=True)
         if kill_after_s is not None:
             threading.Event().wait(kill_after_s)  # the drawn moment itself
             os.kill(self.courier.pid, signal.SIGKILL)
@@ -58,7 +56,7 @@ class Learner:
             news += outcome.news
             if outcome.ended:
                 break
-        assert (outcome.round_id, news) == (round_id, [0])
+        assert (outcome.version, news) == (version, [0])
         if kill_after_s is not None:  # also where the round was over first: the kill is not the next one's
             wait_for(lambda: self.courier._worker.has_ended)
         return outcome
@@ -105,27 +103,22 @@ class Asker:
 def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_weights(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, num_kills: int
 ) -> None:
-    LearnerRound(server, load_learner(), run_id=RUN).run()
-    finish, vouched_for = server.service.rounds.finish, set()
+    first = LearnerRound(server, load_learner(), run_id=RUN)
+    first.run()
+    installs, vouched_for = server.service.slot._conclude, set[int]()
 
-    def note(wanted: FinishRequest) -> RoundProof | None:
-        vouched_for.add(wanted.round_id)  # before it answers: the door opens inside
-        proof = None
-        try:
-            proof = finish(wanted)
-        finally:
-            if proof is None:
-                vouched_for.discard(wanted.round_id)
-        return proof
+    def note(proof: WeightProof | None) -> None:
+        vouched_for.update({proof.version} if proof is not None else ())  # before the gate opens
+        installs(proof)
 
-    monkeypatch.setattr(server.service.rounds, "finish", note)
+    monkeypatch.setattr(server.service.slot, "_conclude", note)
     moments = random.Random(num_kills)
-    learner, proven, told = Learner(server), set(), []
+    learner, proven, told = Learner(server), set[int](), list[ServerReport]()
     with closing(learner.sync), Asker(server) as asker:
 
         def run(kill_after_s: float | None = None) -> RoundOutcome:
             outcome = learner.round(kill_after_s)
-            proven.update({outcome.round_id} if outcome.proven else ())
+            proven.update({outcome.version} if outcome.proven else ())
             return outcome
 
         undisturbed = [run() for _ in range(4)][1:]
@@ -135,20 +128,20 @@ def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_
             told.append(run(moments.uniform(0.0, longest_s)).reports[0])
             after = run()
             assert after.proven == (0,), after.reports[0].error
-            assert server.http.get("/stage2/info/").json()["round_id"] == after.round_id
-            wait_for(lambda: any(each.round_id == after.round_id for each in asker.completions))  # noqa: B023
+            assert server.http.get("/stage2/info/").json()["weight_version"] == after.version
+            wait_for(lambda: any(each.weight_version == after.version for each in asker.completions))  # noqa: B023
     assert {report.error for report in told} <= {None, KILLED}
     assert asker.num_others == 0
     assert set(asker.refusals) <= {"unproven"}
     answered_by = defaultdict(set)
     for completion in asker.completions:
-        answered_by[completion.round_id].add(completion.token_ids)
-    of_this_run = {round_id for round_id in answered_by if str(round_id).startswith(f"{RUN}-")}
+        answered_by[completion.weight_version].add(completion.token_ids)
+    of_this_run = answered_by.keys() & vouched_for
     # A kill between the server's proof and the word of it leaves the server with weights that it has proven, whose
     # completions no client takes: rank 0 calls that round failed.
-    assert of_this_run <= vouched_for
+    assert answered_by.keys() <= vouched_for | {first.version}
     assert proven <= vouched_for
-    assert {round_id: len(answers) for round_id, answers in answered_by.items() if len(answers) > 1} == {}
+    assert {version: len(answers) for version, answers in answered_by.items() if len(answers) > 1} == {}
     assert len(of_this_run) >= num_kills, "it was asked all the time"
     if num_kills > 10:
         assert len({report.error for report in told}) == 2, "some moments came in time, others too late"

@@ -25,7 +25,7 @@ from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.transport import ServerEndpoint
-from swift_stage2.wire import RefusalReason
+from swift_stage2.wire import OfferAnswer, RefusalReason, WeightOffer, WeightWay
 
 RUN = "diskrun"
 
@@ -67,17 +67,16 @@ class Learner:
         self.sync = make_sync_by_checksums(self.module, self.courier, run_id=RUN)
         self._servers = servers
         self._versions = servers[0].versions
-        self.num_rounds = 0
+        self.version = 0
 
     def begin(self, *, staged: bool) -> str:
-        self.num_rounds += 1
+        self.version = next(self._versions)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(0.01)
-        round_id = f"{RUN}-{self.num_rounds}"
         targets = list(range(len(self._servers)))
-        self.sync.begin(next(self._versions), targets, round_id=round_id, staged=staged, step=self.num_rounds)
-        return round_id
+        self.sync.begin(self.version, targets, staged=staged, step=10 * self.version)
+        return name_of(self.version)
 
     def end(self) -> RoundOutcome:
         while True:
@@ -102,9 +101,10 @@ def learner(of_the_module: Learner, reader: RunningServer, shared: Path) -> Lear
     """With one proven version of the run in the directory, and nothing else."""
     outcome = of_the_module.round()
     assert outcome.proven == (0,), outcome.reports[0].error
-    wait_for(file_of(shared, outcome.round_id).is_file)
+    name = name_of(outcome.version)
+    wait_for(file_of(shared, name).is_file)
     for path in shared.iterdir():
-        if path.stem != outcome.round_id:
+        if path.stem != name:
             path.unlink(missing_ok=True)  # the process may be about it, too
     return of_the_module
 
@@ -112,17 +112,21 @@ def learner(of_the_module: Learner, reader: RunningServer, shared: Path) -> Lear
 def served(server: RunningServer) -> tuple[Any, ...]:
     """Whose weights answer, and what they answer."""
     (completion,) = server.infer([text_request()], max_tokens=4)
-    return completion.round_id, completion.weight_version, completion.token_ids
+    return completion.run_id, completion.weight_version, completion.token_ids
 
 
-def file_of(shared: Path, round_id: str | None) -> Path:
-    return shared / f"{round_id}.safetensors"
+def name_of(version: int | None) -> str:
+    return f"{RUN}-{version}"
+
+
+def file_of(shared: Path, name: str | None) -> Path:
+    return shared / f"{name}.safetensors"
 
 
 def newest(shared: Path) -> str | None:
-    """The round of the last proven version."""
+    """The last proven version."""
     numbers = [int(path.stem.rpartition("-")[2]) for path in shared.glob(f"{RUN}-*.safetensors")]
-    return f"{RUN}-{max(numbers)}" if numbers else None
+    return name_of(max(numbers)) if numbers else None
 
 
 def names(shared: Path) -> set[str]:
@@ -138,21 +142,20 @@ def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
         assert outcome.proven == (0,), outcome.reports[0].error
         report = outcome.reports[0]
         assert (report.proof, report.transport) == ("checksums", "disk")
-        assert served(reader)[:2] == (outcome.round_id, outcome.version)
-        wait_for(lambda round_id=outcome.round_id: newest(shared) == round_id)
-        proven.append(outcome.round_id)
+        assert served(reader)[:2] == (RUN, outcome.version)
+        proven.append(name_of(outcome.version))
+        wait_for(lambda: newest(shared) == proven[-1])
     wait_for(lambda: names(shared) == set(proven[-2:]))
-    found = ReadSnapshot.open(str(file_of(shared, outcome.round_id))).identity
-    assert (found.version, found.step) == (outcome.version, learner.num_rounds)
+    found = ReadSnapshot.open(str(file_of(shared, proven[-1]))).identity
+    assert (found.version, found.step) == (outcome.version, 10 * learner.version)
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["same courier", "next courier"])
 def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     reader: RunningServer, learner: Learner, shared: Path, is_restarted: bool
 ) -> None:
-    round_id = newest(shared)
-    assert round_id is not None
-    file = file_of(shared, round_id)
+    version = learner.version
+    file = file_of(shared, name_of(version))
     written = file.stat().st_ino
     if is_restarted:
         learner.courier.close()  # the next errand starts another one
@@ -160,12 +163,12 @@ def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     for is_torn in (False, True):
         if is_torn:
             flip(file, -1)
-        learner.sync.catch_up([0], round_id=round_id)
+        learner.sync.catch_up([0], version=version)
         report = learner.end().reports[0]
         assert report.proven is not is_torn, report.error
         assert file.stat().st_ino == written
         if not is_torn:
-            assert served(reader)[0] == round_id
+            assert served(reader)[:2] == (RUN, version)
 
 
 def test_a_version_on_the_disk_loads_as_a_hugging_face_checkpoint(
@@ -183,9 +186,8 @@ def test_a_version_on_the_disk_loads_as_a_hugging_face_checkpoint(
         assert torch.equal(theirs[name], parameter), name
 
 
-def replace_by_another_round(file: Path) -> None:
-    own = file.stem.removeprefix(".").encode()
-    file.write_bytes(file.read_bytes().replace(own, own[:-1] + b"x", 1))
+def replace_by_another_run(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(RUN.encode(), RUN.upper().encode(), 1))
 
 
 def lead_elsewhere(file: Path) -> None:
@@ -196,7 +198,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte": (lambda path: flip(path, -1), "with other checksums"),
     "cut file": (cut, "a snapshot must be a safetensors file"),
     "missing file": (Path.unlink, "No such file or directory"),
-    "another round": (replace_by_another_round, "weights must be of run diskrun, round"),
+    "another run": (replace_by_another_run, "of run diskrun, got version="),
     "link that leaves the root": (lead_elsewhere, "symbolic links"),
 }
 
@@ -205,15 +207,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
     reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
 ) -> None:
-    rounds, old = reader.service.rounds, newest(shared)
-    before, read_disk = served(reader), rounds.read_disk
+    slot, old = reader.service.slot, newest(shared)
+    before, take = served(reader), slot.offer
     for fault, (commit, told) in FAULTS.items():
 
-        def read(round_id: str | None = None, commit: Any = commit) -> None:
-            commit(shared / f".{RUN}-{learner.num_rounds}.safetensors")
-            read_disk(round_id)
+        def spoil(offer: WeightOffer, commit: Any = commit) -> OfferAnswer:
+            commit(shared / f".{name_of(learner.version)}.safetensors")
+            return take(offer)
 
-        monkeypatch.setattr(rounds, "read_disk", read)
+        monkeypatch.setattr(slot, "offer", spoil)
         outcome = learner.round(staged=staged)
         assert (outcome.failed, outcome.learner_fault) == ((0,), None), fault
         assert told in str(outcome.reports[0].error), fault
@@ -221,9 +223,9 @@ def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
     monkeypatch.undo()
     after = learner.round(staged=staged)
     assert after.proven == (0,), after.reports[0].error
-    assert served(reader)[0] == after.round_id
-    wait_for(lambda: newest(shared) == after.round_id)
-    wait_for(lambda: names(shared) == {old, after.round_id})
+    assert served(reader)[:2] == (RUN, after.version)
+    wait_for(lambda: newest(shared) == name_of(after.version))
+    wait_for(lambda: names(shared) == {old, name_of(after.version)})
 
 
 @pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
@@ -253,30 +255,31 @@ def test_a_full_disk_fails_the_round_in_one_line_and_the_next_one_with_room_is_p
 def test_a_process_that_is_killed_while_a_server_reads_leaves_no_version(
     reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, before, read_disk = newest(shared), served(reader), reader.service.rounds.read_disk
+    slot, old, before = reader.service.slot, newest(shared), served(reader)
+    take = slot.offer
 
-    def kill(round_id: str | None = None) -> None:
+    def kill(offer: WeightOffer) -> OfferAnswer:
         os.kill(learner.courier.pid, signal.SIGKILL)
-        read_disk(round_id)
+        return take(offer)
 
-    monkeypatch.setattr(reader.service.rounds, "read_disk", kill)
+    monkeypatch.setattr(slot, "offer", kill)
     killed = learner.round()
     assert killed.reports[0].error == KILLED
     monkeypatch.undo()
-    assert (shared / f".{killed.round_id}.safetensors").is_file()
+    assert (shared / f".{name_of(killed.version)}.safetensors").is_file()
     assert (newest(shared), served(reader)) == (old, before)
     after = learner.round()
     assert after.proven == (0,), after.reports[0].error
-    wait_for(lambda: newest(shared) == after.round_id)
-    wait_for(lambda: names(shared) == {old, after.round_id})
+    wait_for(lambda: newest(shared) == name_of(after.version))
+    wait_for(lambda: names(shared) == {old, name_of(after.version)})
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     reader: RunningServer, learner: Learner, shared: Path
 ) -> None:
     before, old = served(reader), newest(shared)
-    round_id = learner.begin(staged=True)
-    written = shared / f".{round_id}.safetensors", file_of(shared, round_id)
+    name = learner.begin(staged=True)
+    written = shared / f".{name}.safetensors", file_of(shared, name)
     wait_for(lambda: any(path.is_file() for path in written))
     os.kill(learner.courier.pid, signal.SIGKILL)
     assert learner.end().reports[0].error in (None, KILLED)
@@ -285,7 +288,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     wait_for(lambda: learner.courier._worker.has_ended)
     after = learner.round()
     assert after.proven == (0,), after.reports[0].error
-    wait_for(lambda: newest(shared) == after.round_id)
+    wait_for(lambda: newest(shared) == name_of(after.version))
     assert not written[0].exists()
 
 
@@ -298,8 +301,6 @@ def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
     assert f"start it with --weights-root {tmp_path}, or write rollout.sync.transport: auto" in error
     assert list(tmp_path.iterdir()) == []
     round_ = LearnerRound(server, learner.module)
-    assert round_.begin().status_code == 200
-    reply = round_.post("/init_communicator/", {"backend": "disk"})
-    assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.WRONG_ORDER)
+    reply = round_.offer(WeightWay.DISK)
+    assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.NO_ROOT)
     assert "--weights-root" in reply.json()["detail"]
-    assert round_.finish(commit=False).status_code == 200

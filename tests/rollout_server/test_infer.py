@@ -27,7 +27,6 @@ from waiting import wait_for
 from swift_stage2 import wire
 from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.infer_wire import protect_from_abort
-from swift_stage2.wire import AbortRequest
 
 BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
 
@@ -79,14 +78,17 @@ def hugging_face_answer(
 def test_the_reply_is_a_stock_record_with_a_stamp(server: RunningServer) -> None:
     from swift.infer_engine.protocol import RolloutOutput
 
-    body = server.post_infer([image_request(), text_request()]).json()
+    asked = [image_request(), {**text_request(), "uuid": "one"}]
+    body = server.post_infer(asked).json()
     for item in body:
         output = RolloutOutput(**item)
         choice = output.response.choices[0]
         assert choice.token_ids
         assert output.response.prompt_token_ids
         assert output.response.usage.completion_tokens == len(choice.token_ids)
-        assert output.rollout_infos["stage2"]["incarnation"] == server.service.incarnation
+    stamp = server.engine.stamp
+    expected = {"weight_version": stamp.version, "run_id": stamp.run_id, "request_id": "one"}
+    assert body[1]["rollout_infos"]["stage2"] == expected
     assert body[0]["response"]["images_size"] == [[112, 112]]
     assert body[1]["response"]["images_size"] == []
 
@@ -239,38 +241,35 @@ def paused_after_first_token(server: RunningServer) -> Iterator[tuple[threading.
     handle.remove()
 
 
-def test_abort_ends_waiting_and_running_requests_with_what_they_have(
+def test_an_install_ends_what_may_be_aborted_with_what_it_has_and_waits_for_the_rest(
     server: RunningServer, paused_after_first_token: tuple[threading.Event, threading.Event]
 ) -> None:
     LearnerRound(server, load_learner()).run()
     stopped, go_on = paused_after_first_token
-    with ThreadPoolExecutor(3) as callers:
+    round_ = LearnerRound(server, load_learner())
+    round_.push()
+    with ThreadPoolExecutor(4) as callers:
         running = callers.submit(server.infer, [text_request("running")], max_tokens=400, **HOT)
         assert stopped.wait(CALL_TIMEOUT_S)
         waiting = callers.submit(server.infer, [text_request("waiting")], max_tokens=400)
         protected = protect_from_abort(text_request("protected"))
         kept = callers.submit(server.infer, [protected], max_tokens=3)
         wait_until_queued(server, 2)
-        version = server.engine.stamp.version
-        assert version is not None
-        for run_id, other in (("run-1", version - 1), ("run-2", version)):
-            call = AbortRequest(run_id, other).to_json()
-            assert server.post(wire.ABORT, call).json() == {"aborted": 0}
-        call = AbortRequest("run-1", version).to_json()
-        assert server.post(wire.ABORT, call).json() == {"aborted": 2}
+        installing = callers.submit(round_.install, on_pending="abort")
         (waiting_answer,) = waiting.result(CALL_TIMEOUT_S)  # at once, although the engine is still busy
-        assert not running.done()
-        assert not kept.done()
+        assert not any(each.done() for each in (running, kept, installing))
         go_on.set()
         (running_answer,) = running.result(CALL_TIMEOUT_S)
         (kept_answer,) = kept.result(CALL_TIMEOUT_S)
+        assert installing.result(CALL_TIMEOUT_S).status_code == 200
+    round_.close()
     assert kept_answer.finish_reason in ("stop", "length")
     assert (waiting_answer.finish_reason, waiting_answer.token_ids) == ("abort", ())
     assert waiting_answer.prompt_token_ids
     assert running_answer.finish_reason == "abort"
     assert len(running_answer.token_ids) == 2
     (later,) = server.infer([text_request()])
-    assert later.finish_reason in ("stop", "length")
+    assert (later.finish_reason in ("stop", "length"), later.weight_version) == (True, round_.version)
 
 
 def test_a_caller_that_goes_away_does_not_keep_the_server_busy(

@@ -141,10 +141,8 @@ def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: Runnin
 ONE_REQUEST = {"infer_requests": [text_request()], "request_config": {"max_tokens": 1}}
 GOOD_BODIES: dict[str, Any] = {
     wire.INFER: ONE_REQUEST,
-    wire.INIT_COMMUNICATOR: {"port": 1, "num_bytes": 1, "backend": "tcp"},
-    wire.BEGIN_ROUND: {"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": [1]},
-    wire.FINISH_ROUND: {"round_id": "r", "commit": True},
-    wire.ABORT: {"run_id": "a", "version": 1},
+    wire.WEIGHTS: {"run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": [1], "way": "disk"},
+    wire.INSTALL: {"run_id": "a", "version": 1, "checksums": {"a": "0"}, "on_pending": "wait"},
 }
 NO_BODIES = (
     b"", b"{", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", "{}".encode("utf-16"), b"NaN", b"1" * 5000, b"null",

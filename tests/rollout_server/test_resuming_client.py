@@ -54,7 +54,7 @@ class Asker:
         self.client.note_agreement([server.base_url])
 
     def prove(self, round_: LearnerRound) -> None:
-        served = ServedWeights(round_.round_id, round_.version, self.server.service.incarnation)
+        served = ServedWeights(round_.version, stamps=True)
         self.client.set_proven({self.server.base_url: served}, drained=False)
 
     def begin(self, scene: Scene, number: int) -> Sample:
@@ -135,22 +135,20 @@ def test_a_rollout_cut_by_an_install_goes_on_with_the_new_weights(server: Runnin
     old = LearnerRound(server, load_learner(seed=61))
     old.run()
     learner = load_learner(seed=62)
-    new = LearnerRound(server, learner, staged=True)
+    new = LearnerRound(server, learner)
     (scene,) = draw_scenes(1, random.Random(8))
     with asking(server, old, penalty=1.0) as asker, ThreadPoolExecutor(1) as thread:
-        asker.client.expect_round(new.round_id, new.version)
+        asker.client.expect(new.version)
         with held_before(server, 9) as (stopped, go_on):
             sample = asker.begin(scene, 0)
             assert stopped.wait(CALL_TIMEOUT_S)
-            assert new.begin().status_code == 200
             new.push()
-            loading = thread.submit(new.load, on_pending="resume")
+            installing = thread.submit(new.install, on_pending="resume")
             wait_for(lambda: all(job.aborted for job in server.engine._book.open_jobs()))
             go_on.set()
             (part,) = asker.outcome().partial
-            assert loading.result(CALL_TIMEOUT_S).status_code == 200
+            assert installing.result(CALL_TIMEOUT_S).status_code == 200
         new.close()
-        assert new.finish().status_code == 200
         asker.prove(new)
         asker.clock.advance()
         whole = asker.finish(sample, scene)

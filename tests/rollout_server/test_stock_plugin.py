@@ -136,7 +136,6 @@ def stock_with_sums(
 
 def proven_by(server: FakeRolloutServer, sent: dict[str, str]) -> str:
     order = RoundOrder(
-        round_id="round",
         run_id="run",
         version=1,
         manifest=(),

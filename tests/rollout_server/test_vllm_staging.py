@@ -19,7 +19,7 @@ from swift_stage2.rollout_server.engine import CacheKind, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.weight_source import OfferedWeights, WeightSource, open_learner_memory
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
-from swift_stage2.wire import RoundRequest, TensorSpec
+from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 
 WAIT_S = 60.0
 NOBODY_LEAVES = threading.Event()
@@ -81,16 +81,13 @@ def num_memory_files() -> int:
 
 def arrived(number: int = 1) -> WeightSource:
     """What a learner shares; only the server holds its file."""
-    identity = WeightIdentity("run", f"run-{number}", number)
+    identity = WeightIdentity("run", number)
     snapshot = SnapshotFile(MANIFEST, bucket_bytes=1)
     snapshot.put([("a", torch.tensor([1.0, 2.0, 3.0, 4.0]))])
     snapshot.describe(identity)
     file = SharedFile(bytes(snapshot.file.memory), LENT)
-    source = WeightSource(
-        OfferedWeights(
-            open_learner_memory(file.file.path), RoundRequest(identity.round_id, "run", number, MANIFEST)
-        )
-    )
+    offer = WeightOffer("run", number, MANIFEST, WeightWay.SHARED_MEMORY, path=file.file.path)
+    source = WeightSource(offer, OfferedWeights(open_learner_memory(file.file.path), offer))
     file.close()
     return source
 
@@ -109,9 +106,9 @@ def install(
 def test_workers_open_the_rounds_memory_and_nothing_of_it_is_left(
     engine: VllmRolloutEngine, generator: SlowGenerator
 ) -> None:
-    install(engine, arrived(), WeightStamp(1, "run", "run-1"))
+    install(engine, arrived(), WeightStamp(1, "run"))
     assert generator.read == [[1.0, 2.0, 3.0, 4.0]]
-    assert engine.stamp == WeightStamp(1, "run", "run-1")
+    assert engine.stamp == WeightStamp(1, "run")
     assert not engine.may_read
     wait_for(lambda: num_memory_files() == 0)
 

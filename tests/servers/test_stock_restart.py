@@ -82,6 +82,6 @@ def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[Note
         rank_0.write(f"{server.url} {VERSION}", "lost")
         assert texts(ask(client, 1)) == []
         fence.close()
-        client.set_proven({server.url: ServedWeights(None, VERSION + 1, None)})
+        client.set_proven({server.url: ServedWeights(VERSION + 1, stamps=False)})
         fence.reopen(VERSION + 1)
         assert texts(ask(client, 1)) == ["echo 0"]

@@ -77,7 +77,7 @@ class Learner:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(1.0)
-        self.sync.begin(self.version, [0, 1], round_id=f"run-{self.version}", staged=staged, held=held)
+        self.sync.begin(self.version, [0, 1], staged=staged, held=held)
 
     def hear_all(self) -> RoundOutcome:
         """The round's end. Every server was news once."""
@@ -97,7 +97,7 @@ class Learner:
         assert self.round().proven == (0, 1)
         assert self.courier.pid != pid
         assert not psutil.pid_exists(pid)
-        assert [server.served for server in self.servers] == [f"run-{self.version}"] * 2
+        assert [server.served for server in self.servers] == [self.version] * 2
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,6 @@ def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memo
     for index, server in enumerate(learner.servers):
         assert server.proofs[-1]["arrived"] == sums
         assert load(server.mapped[-1])["weight"].equal(learner.module.weight)
-        assert server.begun[-1]["staged"] is True
         assert outcome.reports[index].num_bytes == num_bytes
         assert server.url in learner.ours
 
@@ -198,7 +197,7 @@ def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(
     learner.require_another_process_and_a_proof(pid)
 
 
-@pytest.mark.parametrize("path", [wire.INIT_COMMUNICATOR, wire.PROCESS_WEIGHTS])
+@pytest.mark.parametrize("path", [wire.WEIGHTS, wire.INSTALL])
 def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_proven(
     learner: Learner, path: str
 ) -> None:
@@ -209,13 +208,13 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
     assert outcome.learner_fault is None
     assert 1 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {KILLED}
-    assert learner.servers[1].served == f"run-{learner.version - 1}"
+    assert learner.servers[1].served == learner.version - 1
     learner.require_another_process_and_a_proof(pid)
 
 
 def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:
     pid, let_go = learner.courier.pid, threading.Event()
-    learner.servers[1].hooks[wire.INIT_COMMUNICATOR] = lambda call: Answer(after=let_go)
+    learner.servers[1].hooks[wire.WEIGHTS] = lambda call: Answer(after=let_go)
     learner.begin()
     wait_for(lambda: learner.sync.has_news)
     first = learner.sync.hear()
@@ -261,12 +260,12 @@ def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_b
 ) -> None:
     pid = learner.courier.pid
     learner.sync._timeout_s = 1.5
-    learner.servers[0].hooks[wire.PROCESS_WEIGHTS] = once(lambda: stop_process(pid))
+    learner.servers[0].hooks[wire.INSTALL] = once(lambda: stop_process(pid))
     outcome = learner.round()
     assert 0 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {LATE.format(1.5)}
     assert not psutil.pid_exists(pid), "it could wake, and push"
-    assert learner.servers[0].served == f"run-{learner.version - 1}"
+    assert learner.servers[0].served == learner.version - 1
     assert "exited" not in caplog.text
     learner.sync._timeout_s = LONGEST_WAIT_S
     learner.require_another_process_and_a_proof(pid)
@@ -296,11 +295,9 @@ def test_no_log_and_no_command_line_has_the_key(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     words = psutil.Process(learner.courier.pid).cmdline()
-    learner.servers[0].hooks[wire.BEGIN_ROUND] = lambda call: Answer(
-        500, call.headers["Authorization"].encode()
-    )
+    learner.servers[0].hooks[wire.WEIGHTS] = lambda call: Answer(500, call.headers["Authorization"].encode())
     pid = learner.courier.pid
-    learner.servers[1].hooks[wire.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
+    learner.servers[1].hooks[wire.INSTALL] = once(lambda: kill(pid), Answer(drop=True))
     outcome = learner.round()
     assert outcome.failed == (0, 1)
     told = [*words, caplog.text, *capfd.readouterr(), *(str(each.error) for each in outcome.reports.values())]

@@ -271,7 +271,7 @@ def staging() -> Iterator[list[FakeStagingServer]]:
 
 
 def begin_staged(sync: WeightSync, version: int = 1, *, held: bool = False) -> None:
-    sync.begin(version, [0, 1], round_id=f"run-{version}", staged=True, held=held)
+    sync.begin(version, [0, 1], staged=True, held=held)
 
 
 def wait_for_news(sync: WeightSync) -> None:
@@ -297,7 +297,7 @@ def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[Fake
     begin_staged(sync)
     wait_for_news(sync)
     first = sync.hear()
-    assert (first.round_id, first.staged) == ("run-1", True)
+    assert (first.version, first.staged) == (1, True)
     assert (first.proven, first.news, first.ended) == ((0,), (0,), False)
     assert not sync.has_news
     let_go.set()
@@ -305,7 +305,7 @@ def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[Fake
     last = sync.hear()
     assert (last.proven, last.news, last.ended) == ((0, 1), (1,), True)
     assert not sync.has_news
-    assert [server.served for server in staging] == ["run-1", "run-1"]
+    assert [server.served for server in staging] == [1, 1]
 
 
 def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStagingServer]) -> None:
@@ -326,12 +326,12 @@ def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStag
         assert both_ask.wait(LIMIT_S)
 
     for server in staging:
-        server.hooks[wire.PROCESS_WEIGHTS] = partial(install, server)
+        server.hooks[wire.INSTALL] = partial(install, server)
     sync = Round(staging, at_once, at_once).sync(span=span)
     begin_staged(sync)
     hear_all(sync)
     assert installs == [[0], [1]], "the second installs what the first has proven"
-    assert [server.served for server in staging] == ["run-1", "run-1"]
+    assert [server.served for server in staging] == [1, 1]
 
 
 @pytest.mark.parametrize("hangs", [0, 1])
@@ -345,7 +345,7 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
         has_turn.set()
         return Answer(500, b"{}", after=let_go)
 
-    staging[hangs].hooks[wire.PROCESS_WEIGHTS] = hang
+    staging[hangs].hooks[wire.INSTALL] = hang
     sends = [at_once, at_once]
     sends[1 - hangs] = lambda number: has_turn.wait(LIMIT_S)
     sync = Round(staging, *sends).sync(straggler_s=0.4)
@@ -370,4 +370,4 @@ def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     sync._courier.give_up("enough")
     assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
     assert hear_all(sync).failed == (0, 1)
-    assert not any(paths_of(server).count(wire.PROCESS_WEIGHTS) > 1 for server in staging)
+    assert not any(paths_of(server).count(wire.INSTALL) > 1 for server in staging)

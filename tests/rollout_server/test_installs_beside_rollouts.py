@@ -1,0 +1,238 @@
+"""Installs into the real server over real sockets: who is answered by which weights, and who waits."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import httpx
+import pytest
+from live_server import (
+    CALL_TIMEOUT_S,
+    GREEDY,
+    LearnerRound,
+    RunningServer,
+    load_learner,
+    serve,
+    text_request,
+)
+from test_control_calls import call_and_wait, status_of
+from test_infer import block_engine, hugging_face_answer, wait_until_queued
+from test_installs import own_checksums
+from waiting import wait_for
+
+from swift_stage2 import wire
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
+from swift_stage2.wire import WeightProof
+
+MANY = 40  # more than all threads of the server's pools
+pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
+QUESTION = json.dumps({"infer_requests": [text_request()], "request_config": GREEDY}).encode()
+
+
+def is_shut(server: RunningServer) -> bool:
+    return server.service.slot._gate is not None
+
+
+def num_waiting(server: RunningServer) -> int:
+    """Calls that have come to the shut gate, also those that have left since."""
+    gate = server.service.slot._gate
+    return len(gate._done_callbacks) if gate is not None else 0
+
+
+def offered(server: RunningServer, seed: int, *, shared: bool = False) -> LearnerRound:
+    """Everything before the install."""
+    round_ = LearnerRound(server, load_learner(seed=seed))
+    if shared:
+        round_.push_shared().close()  # the server's mapping holds it
+    else:
+        round_.push()
+        round_.close()
+    return round_
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shared memory"])
+def test_old_weights_answer_until_the_install_and_new_ones_after_it(
+    server: RunningServer, shared: bool
+) -> None:
+    before = LearnerRound(server, load_learner(seed=40))
+    before.run()
+    learner = load_learner(seed=41)
+    round_ = LearnerRound(server, learner)
+    file = round_.push_shared() if shared else round_.push()
+    assert file is None or file.num_mapped
+    _, release = block_engine(server)
+    with ThreadPoolExecutor(3) as callers:
+        early = callers.submit(server.infer, [text_request("early")])
+        wait_until_queued(server, 1)
+        installing = callers.submit(round_.install)
+        wait_for(lambda: is_shut(server))
+        late = callers.submit(server.infer, [text_request("late")], max_tokens=12)
+        wait_for(lambda: num_waiting(server) == 1)
+        release.set()
+        (answer,) = early.result(CALL_TIMEOUT_S)
+        assert answer.weight_version == before.version
+        proof = WeightProof.from_json(installing.result(CALL_TIMEOUT_S).json())
+        assert proof.vouches_for(own_checksums(learner))
+        (answer,) = late.result(CALL_TIMEOUT_S)
+    round_.close()
+    assert (answer.weight_version, answer.run_id) == (round_.version, round_.run_id)
+    assert list(answer.token_ids) == hugging_face_answer(learner, answer.prompt_token_ids, 12)
+    info = wire.ServerInfo.from_json(server.http.get(wire.SERVER_INFO).json())
+    assert (info.weight_version, info.state) == (round_.version, "serving")
+    if file is not None:
+        file.close()
+
+
+def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
+    """Callers ask all the time; each answer must be that of the weights that it is stamped with."""
+    first = LearnerRound(server, load_learner(seed=42))
+    first.run()
+    modules = {first.version: load_learner(seed=42)}
+    answers: list[Completion] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
+            while not stop.is_set():
+                reply = http.post(wire.INFER, content=QUESTION)
+                assert reply.status_code == 200, reply.text
+                answers.extend(parse_infer_reply(reply.json(), 1))
+
+    with ThreadPoolExecutor(3) as callers:
+        asking = [callers.submit(ask) for _ in range(3)]
+        try:
+            for seed in (43, 44):
+                round_ = offered(server, seed, shared=seed == 44)
+                modules[round_.version] = load_learner(seed=seed)
+                assert round_.install(on_pending="abort" if seed == 43 else "wait").status_code == 200
+                seen = len(answers)
+                wait_for(lambda: len(answers) > seen + 6)  # noqa: B023
+        finally:
+            stop.set()
+        for each in asking:
+            each.result(CALL_TIMEOUT_S)
+    assert {answer.weight_version for answer in answers} == set(modules)
+    expected = {
+        version: hugging_face_answer(module, answers[0].prompt_token_ids, GREEDY["max_tokens"])
+        for version, module in modules.items()
+    }
+    for answer in answers:
+        assert answer.weight_version is not None
+        whole = expected[answer.weight_version]
+        assert list(answer.token_ids) == whole[: len(answer.token_ids)]
+        assert answer.finish_reason == "abort" or list(answer.token_ids) == whole
+
+
+@pytest.mark.parametrize("sums", ["as sent", "others"])
+def test_calls_that_wait_hold_no_threads_and_are_all_told_what_has_become_of_the_weights(
+    server: RunningServer, sums: str
+) -> None:
+    round_ = offered(server, 48)
+    _, release = block_engine(server)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as callers:
+        early = callers.submit(server.infer, [text_request("early")])
+        wait_until_queued(server, 1)
+        options = {} if sums == "as sent" else {"checksums": {"a": "0"}}
+        installing = callers.submit(round_.install, **options)
+        wait_for(lambda: is_shut(server))
+        waiting = [
+            stack.enter_context(closing(call_and_wait(server, wire.INFER, QUESTION))) for _ in range(MANY)
+        ]
+        wait_for(lambda: num_waiting(server) == MANY)
+        assert server.http.get(wire.HEALTH).status_code == 200
+        release.set()
+        assert early.result(CALL_TIMEOUT_S)
+        assert installing.result(CALL_TIMEOUT_S).status_code == 200
+        assert {status_of(each) for each in waiting} == {200 if sums == "as sent" else 409}
+
+
+def test_what_does_not_end_in_time_keeps_the_old_weights(server: RunningServer) -> None:
+    LearnerRound(server, load_learner(seed=51)).run()
+    stamp = server.engine.stamp
+    round_ = offered(server, 52, shared=True)
+    _, release = block_engine(server)
+    with ThreadPoolExecutor(3) as callers:
+        running = callers.submit(server.infer, [text_request()])
+        wait_until_queued(server, 1)
+        installing = callers.submit(round_.install, timeout_s=2.0)
+        wait_for(lambda: is_shut(server))
+        waiting = callers.submit(server.infer, [text_request()])
+        wait_for(lambda: num_waiting(server) == 1)
+        assert installing.result(CALL_TIMEOUT_S).status_code == 500
+        assert server.state() == "serving"
+        release.set()
+        answers = [*running.result(CALL_TIMEOUT_S), *waiting.result(CALL_TIMEOUT_S)]
+    assert {answer.weight_version for answer in answers} == {stamp.version}
+    assert server.engine.stamp == stamp
+    assert round_.install().json()["reason"] == "no_weights"
+
+
+@pytest.mark.parametrize("ending", ["proven", "other sums", "torn"])
+def test_the_learners_memory_is_let_go_when_the_install_ends(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Without the garbage collector, which may come much later."""
+    round_ = LearnerRound(server, load_learner(seed=58))
+    gc.disable()
+    try:
+        file = round_.push_shared()
+        assert file.num_mapped == 1
+        if ending == "torn":
+            model = server.engine.generator.model
+            monkeypatch.setattr(model, "named_parameters", lambda: iter(()))
+        status = round_.install(**({"checksums": {}} if ending == "other sums" else {})).status_code
+        assert status == (500 if ending == "torn" else 200)
+        wait_for(lambda: file.num_mapped == 0)
+    finally:
+        gc.enable()
+    file.close()
+
+
+def test_a_copy_that_outlives_its_install_keeps_the_server_installing_until_it_ends(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it reads is not written over by the next offer."""
+    model = server.engine.generator.model
+    named_parameters, begun, go_on = model.named_parameters, threading.Event(), threading.Event()
+
+    def hang() -> Any:
+        begun.set()
+        assert go_on.wait(CALL_TIMEOUT_S)
+        return named_parameters()
+
+    monkeypatch.setattr(model, "named_parameters", hang)
+    round_ = offered(server, 61)
+    being_read = server.service.slot._memory
+    failed = round_.install(timeout_s=3.0)
+    assert (failed.status_code, begun.is_set()) == (500, True), failed.text
+    assert server.state() == "installing"
+    next_one = LearnerRound(server, load_learner(seed=62))
+    next_one.push()
+    next_one.close()
+    assert server.service.slot._memory is not being_read
+    assert server.state() == "installing"
+    go_on.set()
+    wait_for(lambda: server.state() == "unproven")
+    assert next_one.install().status_code == 200
+    assert server.state() == "serving"
+
+
+def test_a_server_that_ends_lets_those_that_wait_go(loaded_engine: TransformersRolloutEngine) -> None:
+    with serve(loaded_engine) as server, ThreadPoolExecutor(3) as callers:
+        round_ = offered(server, 59)
+        _, release = block_engine(server)
+        callers.submit(server.post_infer, [text_request()])
+        wait_until_queued(server, 1)
+        installing = callers.submit(round_.install)
+        wait_for(lambda: is_shut(server))
+        waiting = callers.submit(server.post_infer, [text_request()])
+        wait_for(lambda: num_waiting(server) == 1)
+        server.service.end_work()
+        assert {each.result(CALL_TIMEOUT_S).status_code for each in (installing, waiting)} == {503}
+        release.set()

@@ -1,0 +1,315 @@
+"""What a server does with offers and installs, with a stand-in engine: whom it serves afterwards, and who waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from live_server import SharedFile, free_port
+from waiting import wait_for
+
+from swift_stage2.errors import EngineUnavailable, InstallFailed, WeightsRefused
+from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.weight_slot import GateShut, SlotState, WeightSlot
+from swift_stage2.rollout_server.weight_source import OfferedWeights
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
+from swift_stage2.wire import InstallRequest, RefusalReason, TensorSpec, WeightOffer, WeightProof, WeightWay
+
+MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
+SUMS = {"a": "1", "b": "2"}
+WAIT_S = 60.0
+
+
+class EngineStandIn:
+    """Takes whatever it is given unless told to fail, with the sums that it is told; waits while it is held."""
+
+    name, model = "stand-in", "none"
+
+    def __init__(self) -> None:
+        self.stamp = WeightStamp(6, "run")
+        self.error: Exception | None = None
+        self.resident = SUMS
+        self.is_copying = self.may_read = self.outlives = False
+        self.copies, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def sum_arrived(self, weights: OfferedWeights) -> None: ...
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        return MANIFEST
+
+    def install(
+        self, weights: OfferedWeights, stamp: WeightStamp, timeout_s: float, *_: Any
+    ) -> InstalledWeights:
+        self.copies.set()
+        assert self.go_on.wait(WAIT_S)
+        self.is_copying = self.outlives
+        if self.error is not None:
+            raise self.error
+        self.stamp = stamp
+        return InstalledWeights(tuple(weights.tensors), SUMS, self.resident)
+
+
+@pytest.fixture
+def engine() -> EngineStandIn:
+    return EngineStandIn()
+
+
+@pytest.fixture
+def slot(engine: EngineStandIn) -> Iterator[WeightSlot]:
+    slot = WeightSlot(engine, "incarnation")  # type: ignore[arg-type]
+    yield slot
+    slot.close()
+
+
+def share(slot: WeightSlot, version: int = 7, run_id: str = "run") -> SharedFile:
+    """Weights that a learner offers, and dies: only the server holds its file."""
+    snapshot = SnapshotFile(MANIFEST, bucket_bytes=1)
+    snapshot.describe(WeightIdentity(run_id, version))
+    file = SharedFile(bytes(snapshot.file.memory))
+    answer = slot.offer(WeightOffer(run_id, version, MANIFEST, WeightWay.SHARED_MEMORY, path=file.file.path))
+    assert answer.taken, answer
+    return file
+
+
+def install(
+    slot: WeightSlot,
+    version: int = 7,
+    run_id: str = "run",
+    *,
+    given_up: threading.Event | None = None,
+    abort: Callable[[], object] | None = None,
+    **options: Any,
+) -> WeightProof:
+    request = InstallRequest(run_id, version, **{"checksums": SUMS, "timeout_s": WAIT_S} | options)
+    return slot.install(request, given_up or threading.Event(), abort)
+
+
+def enter(slot: WeightSlot) -> None:
+    with slot.admission():
+        pass
+
+
+def shut_gate(slot: WeightSlot) -> Future[None]:
+    """What a call that comes now waits for."""
+    with pytest.raises(GateShut) as caught:
+        enter(slot)
+    return caught.value.opened
+
+
+def require_serving(slot: WeightSlot) -> None:
+    enter(slot)
+    assert slot.state is SlotState.SERVING
+
+
+def require_unproven(slot: WeightSlot) -> None:
+    assert refusal(lambda: enter(slot)) is RefusalReason.UNPROVEN
+    assert slot.state is SlotState.UNPROVEN
+
+
+def refusal(call: Callable[[], object]) -> RefusalReason:
+    with pytest.raises(WeightsRefused) as caught:
+        call()
+    return RefusalReason(caught.value.reason)
+
+
+# --- offers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda slot: install(slot, 8), RefusalReason.NO_WEIGHTS),
+        (lambda slot: install(slot, 7, "other"), RefusalReason.NO_WEIGHTS),
+        (
+            lambda slot: slot.offer(WeightOffer("run", 8, MANIFEST[1:], WeightWay.STREAM, port=1)),
+            RefusalReason.MANIFEST_DIFFERS,
+        ),
+        (lambda slot: slot.offer(WeightOffer("run", 8, MANIFEST, WeightWay.DISK)), RefusalReason.NO_ROOT),
+    ],
+    ids=["another version", "another run", "other tensors", "no root"],
+)
+def test_what_is_refused_changes_nothing(
+    slot: WeightSlot, engine: EngineStandIn, call: Callable[[WeightSlot], object], reason: RefusalReason
+) -> None:
+    share(slot).close()
+    assert refusal(lambda: call(slot)) is reason
+    assert engine.stamp == WeightStamp(6, "run")
+    require_serving(slot)
+
+
+@pytest.mark.parametrize(("version", "run_id"), [(8, "run"), (1, "other"), (7, "run")])
+def test_a_newer_offer_replaces_an_older_one_whoever_made_it(
+    slot: WeightSlot, engine: EngineStandIn, version: int, run_id: str
+) -> None:
+    """So nothing of a learner that died between its two calls stands in anybody's way."""
+    with slot.admission():
+        old = share(slot)
+        new = share(slot, version, run_id)
+        assert (old.num_mapped, new.num_mapped) == (0, 1)
+    if (version, run_id) != (7, "run"):
+        assert refusal(lambda: install(slot)) is RefusalReason.NO_WEIGHTS
+    assert install(slot, version, run_id).incarnation == "incarnation"
+    assert (engine.stamp, new.num_mapped) == (WeightStamp(version, run_id), 0)
+
+
+def test_a_newer_offer_leaves_one_that_is_being_installed_alone(
+    slot: WeightSlot, engine: EngineStandIn
+) -> None:
+    first = share(slot)
+    engine.go_on.clear()
+    with ThreadPoolExecutor(2) as learners:
+        installing = learners.submit(install, slot)
+        assert engine.copies.wait(WAIT_S)
+        second = share(slot, 8)
+        assert (first.num_mapped, second.num_mapped) == (1, 1)
+        next_one = learners.submit(install, slot, 8)
+        again = install  # of the first, whose answer may have been lost
+        engine.go_on.set()
+        assert installing.result(WAIT_S).version == 7
+        assert next_one.result(WAIT_S).version == 8
+        assert refusal(lambda: again(slot)) is RefusalReason.NO_WEIGHTS
+    require_serving(slot)
+
+
+def test_memory_that_cannot_be_mapped_is_told_and_leaves_a_stream(slot: WeightSlot) -> None:
+    file = share(slot)
+    offer = WeightOffer("run", 8, MANIFEST, WeightWay.SHARED_MEMORY, path=file.file.path)
+    answer = slot.offer(offer)  # of version 7
+    assert (answer.taken, "must be version 8 of run run, got version=7" in answer.message) == (False, True)
+    assert file.num_mapped == 0
+    answer = slot.offer(WeightOffer("run", 8, MANIFEST, WeightWay.STREAM, port=free_port(), num_bytes=10_000))
+    assert (answer.taken, bool(answer.secret)) == (True, True)
+
+
+# --- installs ----------------------------------------------------------------------------------------
+
+
+def test_weights_whose_sums_agree_are_served_and_asked_again_their_proof_returns(
+    slot: WeightSlot, engine: EngineStandIn
+) -> None:
+    file = share(slot)
+    proof = install(slot)
+    assert proof == WeightProof("run", 7, "incarnation", SUMS, SUMS, ("a", "b"))
+    assert (engine.stamp, file.num_mapped) == (WeightStamp(7, "run"), 0)
+    require_serving(slot)
+    engine.error = AssertionError("nothing is copied once more")
+    assert install(slot) == proof
+
+
+@pytest.mark.parametrize(
+    ("sums", "resident"),
+    [
+        ({}, SUMS),
+        ({"a": "1"}, SUMS),
+        (SUMS | {"c": "3"}, SUMS),
+        (SUMS | {"b": "3"}, SUMS),
+        (SUMS, SUMS | {"b": "3"}),
+    ],
+    ids=["no sums", "a sum fewer", "a sum more", "sent otherwise", "held otherwise"],
+)
+def test_weights_whose_sums_differ_are_served_to_nobody_until_others_are_installed(
+    slot: WeightSlot, engine: EngineStandIn, sums: dict[str, str], resident: dict[str, str]
+) -> None:
+    share(slot).close()
+    engine.resident = resident
+    assert not install(slot, checksums=sums).vouches_for(sums)
+    require_unproven(slot)
+    assert refusal(lambda: install(slot)) is RefusalReason.NO_WEIGHTS, "no second opinion"
+    engine.resident = SUMS
+    share(slot, 8).close()
+    install(slot, 8)
+    require_serving(slot)
+
+
+def break_abort() -> None:
+    raise RuntimeError("the loop has ended")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "cause"),
+    [
+        ("time", InstallFailed, "must end within the install's time, got num_running=1"),
+        ("caller", InstallFailed, "the caller has gone"),
+        ("server", EngineUnavailable, "is shutting down"),
+        ("abort", RuntimeError, "the loop has ended"),
+    ],
+)
+def test_an_install_that_ends_before_its_copy_leaves_the_old_weights_serving(
+    slot: WeightSlot, engine: EngineStandIn, how: str, error: type[Exception], cause: str
+) -> None:
+    file, given_up = share(slot), threading.Event()
+    options: dict[str, Any] = {"timeout_s": 0.5} if how == "time" else {}
+    with ThreadPoolExecutor(1) as learner, slot.admission():
+        installing = learner.submit(
+            install, slot, given_up=given_up, abort=break_abort if how == "abort" else None, **options
+        )
+        if how in ("caller", "server"):
+            wait_for(lambda: slot.state is SlotState.INSTALLING)
+            opened = shut_gate(slot)
+            given_up.set() if how == "caller" else slot.close()
+            opened.result(WAIT_S)
+        with pytest.raises(error, match=cause):
+            installing.result(WAIT_S)
+    assert (engine.stamp, engine.copies.is_set()) == (WeightStamp(6, "run"), False)
+    wait_for(lambda: file.num_mapped == 0)
+    if how == "server":
+        with pytest.raises(EngineUnavailable):
+            enter(slot)
+        return
+    require_serving(slot)
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves", "is_served"),
+    [
+        (InstallFailed("in the middle", torn=True), False, False),
+        (ValueError("nobody knows"), False, False),
+        (InstallFailed("never begun"), False, True),
+        (InstallFailed("never begun"), True, True),
+        (None, True, False),
+    ],
+    ids=["torn", "unknown", "untouched", "untouched and left", "left"],
+)
+def test_what_a_copy_leaves_behind_is_served_only_if_it_is_whole(
+    slot: WeightSlot, engine: EngineStandIn, error: Exception | None, leaves: bool, is_served: bool
+) -> None:
+    share(slot).close()
+    engine.error, given_up = error, threading.Event()
+    engine.go_on.clear()
+    with ThreadPoolExecutor(1) as learner:
+        installing = learner.submit(install, slot, given_up=given_up)
+        assert engine.copies.wait(WAIT_S)
+        opened = shut_gate(slot)
+        if leaves:
+            given_up.set()
+        engine.go_on.set()
+        with pytest.raises(type(error or InstallFailed(""))):
+            installing.result(WAIT_S)
+        assert opened.done()
+    (require_serving if is_served else require_unproven)(slot)
+
+
+def test_a_copy_that_outlives_its_install_lets_nobody_in_and_the_next_install_waits_for_it(
+    slot: WeightSlot, engine: EngineStandIn
+) -> None:
+    share(slot).close()
+    engine.error, engine.outlives = InstallFailed("late", torn=True), True
+    with pytest.raises(InstallFailed, match="late"):
+        install(slot)
+    assert slot.state is SlotState.INSTALLING, "the learner's probe does not take it for one that answers"
+    assert refusal(lambda: enter(slot)) is RefusalReason.UNPROVEN
+    share(slot, 8).close()
+    with pytest.raises(InstallFailed, match="the install before this one must end"):
+        install(slot, 8, timeout_s=0.3)
+    engine.error, engine.outlives = None, False
+    with ThreadPoolExecutor(1) as learner:
+        installing = learner.submit(install, slot, 8)
+        engine.copies.clear()
+        assert not engine.copies.wait(0.5)
+        engine.is_copying = False
+        assert installing.result(WAIT_S).version == 8
+    require_serving(slot)
