@@ -1,4 +1,4 @@
-"""A sync round at a server whose group port is behind a firewall: packets are dropped, nothing refuses."""
+"""A push to a server whose group port is behind a firewall: packets are dropped, nothing refuses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fake_rollout_server import FakeRolloutServer
-from swift_stage2.weights.courier import ThreadCourier
-from weight_rounds import make_sync
+from weight_updates import make_updates
 
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights import transport as weight_transport
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
@@ -39,15 +39,15 @@ def dropping_port() -> Iterator[int]:
         yield address[1]
 
 
-def a_round_at_a_dropping_port(
+def a_push_to_a_dropping_port(
     monkeypatch: pytest.MonkeyPatch, fake: FakeRolloutServer, transport: Callable[[], WeightTransport]
 ) -> None:
-    """The round has 300 s, of which 240 for calls; it fails in the joining time, here 1 s, and names the port."""
+    """The push has 300 s, of which 240 for calls; it fails in the joining time, here 1 s, and names the port."""
     for module in (weight_transport, stock_transport):
         monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 1.0)
     with fake as server, dropping_port() as port:
-        courier = ThreadCourier([ServerEndpoint(server.url, port)], lambda info: transport())
-        outcome = make_sync(LINEAR, courier, timeout_s=300.0).run(1, [0])
+        publisher = ThreadPublisher([ServerEndpoint(server.url, port)], lambda info: transport())
+        outcome = make_updates(LINEAR, publisher, timeout_s=300.0).run([0])
     assert outcome.failed == (0,)
     error = str(outcome.reports[0].error)
     assert f"the weight group did not form at 127.0.0.1:{port}: " in error

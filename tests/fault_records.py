@@ -18,12 +18,12 @@ def step(number: int, time: float, channel: str = "A", **fields: Any) -> dict[st
 
 
 def sync_round(
-    time: float, *, proven: bool = True, error: str = "it died", seconds: float = 0.5
+    time: float, *, version: int = 1, proven: bool = True, error: str = "it died", seconds: float = 0.5
 ) -> dict[str, Any]:
     server = {"proven": proven, "error": None if proven else error, "proof": "canary"}
     return {
         "kind": "round",
-        "round_id": f"run-{time:g}",
+        "version": version,
         "time": time,
         "committed": proven,
         "seconds": seconds,
@@ -35,5 +35,5 @@ def failures(time: float, *ends: str) -> dict[str, Any]:
     return {"kind": "failures", "time": time, "failures": [{"end": end, "reason": "because"} for end in ends]}
 
 
-def taken(time: float, num_rollouts: int, round_id: str | None = None) -> dict[str, Any]:
-    return {"kind": "taken", "time": time, "round_id": round_id, "num_rollouts": num_rollouts}
+def taken(time: float, num_rollouts: int, version: int = 1) -> dict[str, Any]:
+    return {"kind": "taken", "time": time, "version": version, "num_rollouts": num_rollouts}

@@ -1,13 +1,13 @@
-"""Rounds of a tiny learner: its snapshots, and a directory that they are written into."""
+"""Versions of a tiny learner: its snapshots, and a directory that they are written into."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from swift_stage2.weights.disk_rounds import DiskRounds
 
 from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 
@@ -44,14 +44,14 @@ def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> Snapshot
     return snapshot
 
 
-def store(disk: DiskRounds, number: int) -> None:
-    """One round that a push has written."""
+def store(disk: DiskVersions, number: int) -> None:
+    """One version that a push has written."""
     disk.begin(identity(number))
     disk.store(snapshot(number), Deadline(WAIT_S))
 
 
-def prove(disk: DiskRounds, number: int) -> Path:
-    """One round that a server has proven, of which all ranks have heard."""
+def prove(disk: DiskVersions, number: int) -> Path:
+    """One version that a server has proven, of which all ranks have heard."""
     store(disk, number)
     disk.confirm(number)
     assert disk._keeper is not None

@@ -1,6 +1,6 @@
-"""One of two gloo ranks whose sync round gets stuck on one of them; started by ``test_watches.py``.
+"""One of two gloo ranks whose snapshot gets stuck on one of them; started by ``test_watches.py``.
 
-The round is the real one. ``gather`` and ``canary``: rank 1 fails inside what both must do together, before it meets
+The snapshot is the real one. ``gather`` and ``canary``: rank 1 fails inside what both must do together, before it meets
 rank 0 there. ``main_thread``: rank 0 alone blocks for ever while it reads weights. Ends as ``train`` does.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from stand_in_canary import StandInCanary
-from swift_stage2.weights.courier import ThreadCourier
 from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSession
-from weight_rounds import make_sync
+from weight_updates import make_updates
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.weights import push as server_push
-from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights import snapshots
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import ServerEndpoint
 
 TIMEOUT_S = 4.0
@@ -59,16 +59,16 @@ def main(scenario: str) -> int:
     module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
     exports = {"gather": FailsInAGather, "canary": GatheredExport, "main_thread": BlocksInACall}
     server_push.ServerSession = StockSession  # type: ignore[misc]
-    weight_sync.ROUND_MARGIN_S = 1.0
-    sync = make_sync(
+    snapshots.ROUND_MARGIN_S = 1.0
+    sync = make_updates(
         exports[scenario](module),
-        ThreadCourier([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
+        ThreadPublisher([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
         control=join_control_group(COLLECTIVES_S),
         canary=FailsInTheCanary() if scenario == "canary" else StandInCanary(),
         timeout_s=TIMEOUT_S,
     )
     try:
-        sync.run(1, [0])
+        sync.run([0])
     except WeightSyncHang as hang:
         print(f"raised: {hang}", file=sys.stderr, flush=True)
         os._exit(EXIT_HANG)  # torch's own end could wait for the group

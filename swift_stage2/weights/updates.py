@@ -122,7 +122,7 @@ class Updates:
         self._drained: frozenset[int] = frozenset()  # by the last agreement
         self._fault = ""
         self._step = 0
-        snapshots.on_copied = self._push_where_possible
+        snapshots.on_copied = self._push_if_copied
 
     @property
     def canary_due(self) -> bool:
@@ -253,6 +253,11 @@ class Updates:
                 life.drain()
             elif wants or is_drained:
                 self._push(server, life, newest)
+
+    def _push_if_copied(self) -> None:
+        """Between two agreements: only while all ranks know the snapshot to be in use, by its copy."""
+        if self._newest is not None and not self._newest.is_handed_over:
+            self._push_where_possible()
 
     def _hand_over(self, newest: _Version) -> bool:
         """Whether the copies into the snapshot are done, so that it may be pushed."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config.rollout import SyncConfig
-from swift_stage2.records import RoundOutcome
+from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.servers.health_check import HealthCheck
 from swift_stage2.weights.export import WeightExport
@@ -36,13 +36,12 @@ class WaitedUpdates:
     ) -> None:
         """``snapshots``: further settings of ``Snapshots``."""
         self.version = 0
-        self._lives = [ServerLife(1, 1, state=LifeState.AWAY) for _ in range(num_servers)]
+        self.lives = [ServerLife(1, 1, state=LifeState.AWAY) for _ in range(num_servers)]
         settings: dict[str, Any] = {"timeout_s": sync.timeout_s, "bucket_mib": sync.bucket_mib}
-        self.snapshots = Snapshots(
-            control=SingleRank(), export=export, canary=canary, run_id=run_id, **settings | snapshots
-        )
+        settings = {"control": SingleRank()} | settings | snapshots
+        self.snapshots = Snapshots(export=export, canary=canary, run_id=run_id, **settings)
         self.updates = Updates(
-            self._lives,
+            self.lives,
             snapshots=self.snapshots,
             publisher=publisher,
             health=HealthCheck(base_urls=(), api_key=None),
@@ -51,7 +50,7 @@ class WaitedUpdates:
             sync_every_steps=1,
         )
 
-    def run(self, targets: Collection[int], *, version: int | None = None) -> RoundOutcome:
+    def run(self, targets: Sequence[int], *, version: int | None = None) -> RoundOutcome:
         """The next version for ``targets``, by number; returns when every push has ended, in its time.
 
         ``version``: greater than those before; by default by one.
@@ -59,21 +58,34 @@ class WaitedUpdates:
         Raises:
             WeightSyncError: the learner's weights cannot be pushed.
         """
-        self.version = self.version + 1 if version is None else version
-        for server in targets:
-            self._lives[server].answered()
-        taken = self.snapshots.take(self.version, canary_due=self.updates.canary_due)
-        assert taken is not None
-        self.updates.begin(taken, self.version)
-        while True:  # bounded by the pushes' deadlines
-            facts = self.updates.facts(self.version)
-            if facts.has_news:
-                news = self.updates.take_news()
-                news.require_no_fault()
-                assert news.outcome is not None
-                return news.outcome
-            self.updates.take_in(facts.proven, suspect=(), drained=range(len(self._lives)))
+        self.begin(targets, version=version)
+        while (outcome := self.look()) is None:  # bounded by the pushes' deadlines
             time.sleep(_LOOK_S)
+        return outcome
+
+    def begin(self, targets: Sequence[int], *, version: int | None = None) -> None:
+        """The first part of ``run``: takes the snapshot."""
+        self.updates.facts(self.version)  # what was lost since then shall not be lost in between
+        self.version = self.version + 1 if version is None else version
+        self._targets = targets
+        for server in targets:
+            self.lives[server].answered()
+        taken = self.snapshots.take(self.version, canary_due=self.updates.canary_due)
+        if taken is not None:
+            self.updates.begin(taken, self.version)
+
+    def look(self) -> RoundOutcome | None:
+        """How it has ended, once it has. Raises as ``run`` does."""
+        facts = self.updates.facts(self.version)
+        if facts.has_news:
+            news = self.updates.take_news()
+            news.require_no_fault()
+            return news.outcome
+        if not facts.publishing and not any(facts.closed):
+            lost = ServerReport.failed("the server was lost before anything was pushed to it")
+            return RoundOutcome(self.version, dict.fromkeys(self._targets, lost))
+        self.updates.take_in(facts.proven, suspect=(), drained=range(len(self.lives)))
+        return None
 
     def close(self) -> None:
         """Ends what runs and frees what is kept. May be called again."""

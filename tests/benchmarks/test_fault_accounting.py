@@ -109,10 +109,10 @@ def test_a_server_that_caught_up_between_two_rounds_is_proven() -> None:
 
 
 def test_rollouts_made_by_weights_of_a_round_that_proved_nobody_are_counted() -> None:
-    rounds = [sync_round(8.0), sync_round(12.0, proven=False), sync_round(14.5)]
-    sound = [taken(11.0, 3, "run-8"), taken(16.0, 3, "run-16")]  # the last one has no record yet
+    rounds = [sync_round(8.0), sync_round(12.0, version=2, proven=False), sync_round(14.5, version=3)]
+    sound = [taken(11.0, 3, 1), taken(16.0, 3, 4)]  # the last one has no record yet
     assert run_of([*steady(20), *rounds, *sound]).unproven_rollouts == 0
-    for bad in (taken(12.5, 3, "run-12"), taken(12.5, 3, "run-16")):
+    for bad in (taken(12.5, 3, 2), taken(12.5, 3, 4)):
         assert run_of([*steady(20), *rounds, *sound, bad]).unproven_rollouts == 3
 
 

@@ -13,7 +13,7 @@ from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner
 from stopped_process import stop_process
-from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 from swift_stage2 import wire
 from swift_stage2.checks import servers
@@ -193,16 +193,18 @@ def test_answers_that_are_cut_off_fail_with_a_longer_limit(
 def test_a_push_that_hangs_is_a_failed_row(
     server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, stopped = WeightSync.run, []
+    run, stopped = WaitedUpdates.run, []
 
-    def run_with_a_stopped_courier(sync: WeightSync, version: int, targets: Sequence[int]) -> RoundOutcome:
-        courier: Any = sync._courier
-        stopped.append(courier.pid)
-        stop_process(courier.pid)
+    def run_with_a_stopped_publisher(
+        sync: WaitedUpdates, version: int, targets: Sequence[int]
+    ) -> RoundOutcome:
+        publisher: Any = sync._publisher
+        stopped.append(publisher.pid)
+        stop_process(publisher.pid)
         sync._timeout_s = 2.0
         return run(sync, version, targets)
 
-    monkeypatch.setattr(WeightSync, "run", run_with_a_stopped_courier)
+    monkeypatch.setattr(WaitedUpdates, "run", run_with_a_stopped_publisher)
     report = doctor(configure(server.base_url), "--live")
     assert report.failed == ["dry sync round"]
     assert "did not take and prove the weights within 2 s" in report.row("dry sync round")["found"]

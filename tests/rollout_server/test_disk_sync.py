@@ -14,15 +14,15 @@ import pytest
 import torch
 from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
 from small_disk import SmallDisk
-from swift_stage2.weights.courier_process import ProcessCourier
-from test_courier_kills import KILLED
+from test_publisher_kills import KILLED
 from test_weight_source import cut, flip
 from waiting import wait_for
-from weight_rounds import courier_setup, make_sync_by_checksums
+from weight_updates import make_updates_by_checksums, publisher_setup
 
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.wire import OfferAnswer, RefusalReason, WeightOffer, WeightWay
@@ -56,15 +56,15 @@ class Learner:
 
     def __init__(self, servers: list[RunningServer], directory: Path) -> None:
         self.module = load_learner(seed=1)
-        self.courier = ProcessCourier(
-            courier_setup(
+        self.publisher = ProcessPublisher(
+            publisher_setup(
                 *[ServerEndpoint(server.base_url, free_port()) for server in servers],
                 transport=Transport.DISK,
                 disk_directory=str(directory),
                 disk_keep=2,
             )
         )
-        self.sync = make_sync_by_checksums(self.module, self.courier, run_id=RUN)
+        self.sync = make_updates_by_checksums(self.module, self.publisher, run_id=RUN)
         self._servers = servers
         self._versions = servers[0].versions
         self.version = 0
@@ -150,7 +150,7 @@ def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
     assert (found.version, found.step) == (outcome.version, 10 * learner.version)
 
 
-@pytest.mark.parametrize("is_restarted", [False, True], ids=["same courier", "next courier"])
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same publisher", "next publisher"])
 def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     reader: RunningServer, learner: Learner, shared: Path, is_restarted: bool
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     file = file_of(shared, name_of(version))
     written = file.stat().st_ino
     if is_restarted:
-        learner.courier.close()  # the next errand starts another one
+        learner.publisher.close()  # the next errand starts another one
     LearnerRound(reader, load_learner(seed=9), run_id="somebody-else").run()
     for is_torn in (False, True):
         if is_torn:
@@ -259,7 +259,7 @@ def test_a_process_that_is_killed_while_a_server_reads_leaves_no_version(
     take = slot.offer
 
     def kill(offer: WeightOffer) -> OfferAnswer:
-        os.kill(learner.courier.pid, signal.SIGKILL)
+        os.kill(learner.publisher.pid, signal.SIGKILL)
         return take(offer)
 
     monkeypatch.setattr(slot, "offer", kill)
@@ -281,11 +281,11 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     name = learner.begin(staged=True)
     written = shared / f".{name}.safetensors", file_of(shared, name)
     wait_for(lambda: any(path.is_file() for path in written))
-    os.kill(learner.courier.pid, signal.SIGKILL)
+    os.kill(learner.publisher.pid, signal.SIGKILL)
     assert learner.end().reports[0].error in (None, KILLED)
     if served(reader) == before:
         assert newest(shared) == old
-    wait_for(lambda: learner.courier._worker.has_ended)
+    wait_for(lambda: learner.publisher._worker.has_ended)
     after = learner.round()
     assert after.proven == (0,), after.reports[0].error
     wait_for(lambda: newest(shared) == name_of(after.version))

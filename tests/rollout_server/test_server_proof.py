@@ -1,4 +1,4 @@
-"""The learner's proof against our real server: a canary must agree, and be stamped with the round's version."""
+"""The learner's proof against our real server: a canary must agree, and be stamped with the push's version."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from live_server import GREEDY, LearnerRound, RunningServer, load_learner, text_request
+from weight_updates import make_spec
 
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.proof import RoundOrder, prove_server
+from swift_stage2.weights.proof import prove_server
+from swift_stage2.weights.snapshot import WeightIdentity
 
 
 class AnyCanary:
@@ -38,23 +40,21 @@ def loaded(server: RunningServer) -> LearnerRound:
 
 
 def prove(
-    round_: LearnerRound, *, agrees: bool = True, info: dict[str, Any] | None = None, **order: Any
+    round_: LearnerRound, *, agrees: bool = True, info: dict[str, Any] | None = None, **terms: Any
 ) -> str:
     wanted: dict[str, Any] = {
-        "run_id": round_.run_id,
-        "version": round_.version,
+        "identity": WeightIdentity(round_.run_id, round_.version),
         "manifest": round_.export.manifest(),
         "canary": AnyCanary(agrees=agrees),
         "proof": Proof.CANARY,
-        "deadline": Deadline(30.0),
     }
     with ServerSession(round_.server.base_url) as session:
         told = replace(session.info(Deadline(5.0)), **info or {})
-        return prove_server(session, RoundOrder(**wanted | order), told, {}, same_dtypes=True)
+        return prove_server(session, make_spec(30.0, **wanted | terms), told, {})
 
 
 def test_a_canary_with_this_versions_stamp_proves(loaded: LearnerRound) -> None:
-    assert prove(loaded) == "canary"
+    assert prove(loaded) == "checksums+canary"
 
 
 def test_a_wrong_canary_proves_nothing(loaded: LearnerRound) -> None:
@@ -62,12 +62,12 @@ def test_a_wrong_canary_proves_nothing(loaded: LearnerRound) -> None:
         prove(loaded, agrees=False)
 
 
-def test_a_server_without_checksums_proves_nothing_in_a_round_without_canary(loaded: LearnerRound) -> None:
+def test_a_server_without_checksums_proves_nothing_in_a_push_without_canary(loaded: LearnerRound) -> None:
     with pytest.raises(ServerFault, match="no canary was due"):
         prove(loaded, info={"stock": True}, canary=None, proof=Proof.AUTO)
 
 
-@pytest.mark.parametrize("other", [{"version": 0}, {"run_id": "another"}])
-def test_a_canary_of_other_weights_proves_nothing(loaded: LearnerRound, other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [WeightIdentity("run-1", 0), WeightIdentity("another", 1)])
+def test_a_canary_of_other_weights_proves_nothing(loaded: LearnerRound, other: WeightIdentity) -> None:
     with pytest.raises(ServerFault, match="answers the canary as"):
-        prove(loaded, **other)
+        prove(loaded, identity=other)

@@ -1,4 +1,4 @@
-"""The plugin's hooks in stand-ins for ms-swift's server and client, and what a round makes of the answers."""
+"""The plugin's hooks in stand-ins for ms-swift's server and client, and what a push makes of the answers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from test_load_record import Worker
 from test_vllm_weights import arrived, make_weights
+from weight_updates import make_spec
 
 from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import ServerSession
 from swift_stage2.servers.stock import WeightSums, ask_sums_incarnation
 from swift_stage2.stock_proof.load_record import combine
 from swift_stage2.stock_proof.sums_server import register_server
-from swift_stage2.weights.proof import RoundOrder, prove_server
+from swift_stage2.weights.proof import prove_server
 
 
 class Pipe:
@@ -135,21 +136,13 @@ def stock_with_sums(
 
 
 def proven_by(server: FakeRolloutServer, sent: dict[str, str]) -> str:
-    order = RoundOrder(
-        run_id="run",
-        version=1,
-        manifest=(),
-        canary=None,
-        proof=Proof.CHECKSUM,
-        deadline=Deadline(20.0),
-    )
-    stock = wire.ServerInfo(stock=True)
+    spec = make_spec(20.0, proof=Proof.CHECKSUM)
     with ServerSession(server.url) as session:
-        sums_of = ask_sums_incarnation(session, order.deadline)
-        return prove_server(session, order, stock, sent, same_dtypes=True, sums_of=sums_of)
+        sums_of = ask_sums_incarnation(session, spec.deadline)
+        return prove_server(session, spec, wire.ServerInfo(stock=True), sent, sums_of=sums_of)
 
 
-def test_a_round_believes_a_stock_server_that_shows_checksums() -> None:
+def test_a_push_believes_a_stock_server_that_shows_checksums() -> None:
     worker, weights = Worker(), make_weights()
     worker.push(weights)
     with stock_with_sums(worker) as server:
@@ -160,12 +153,12 @@ def test_a_round_believes_a_stock_server_that_shows_checksums() -> None:
         proven_by(server, {})
 
 
-def test_a_stock_server_that_was_restarted_during_the_round_is_not_believed() -> None:
+def test_a_stock_server_that_was_restarted_during_the_push_is_not_believed() -> None:
     worker, weights = Worker(), make_weights()
     worker.push(weights)
     with (
         stock_with_sums(worker, incarnations=("one", "other")) as server,
-        pytest.raises(ServerFault, match="restarted during the round"),
+        pytest.raises(ServerFault, match="restarted during the push"),
     ):
         proven_by(server, arrived(weights))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from live_server import SharedFile, free_port
 from rounds_on_disk import SPECS, offer, prove, snapshot, weights
+from swift_stage2.weights.disk_rounds import DiskRounds
 
 from swift_stage2.errors import InstallFailed, ProtocolError
 from swift_stage2.rollout_server.weight_source import (

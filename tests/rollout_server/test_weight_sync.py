@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
-from swift_stage2.weights.courier import ThreadCourier, transport_for
-from swift_stage2.weights.sync_round import WeightSync
-from weight_rounds import make_sync
+from weight_updates import make_updates
 
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
+from swift_stage2.weights.publisher import ThreadPublisher, transport_for
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 
 class GenerateCanary:
@@ -62,13 +62,13 @@ class Learner:
         self.canary = GenerateCanary(self.module)
         self._server = server
         self._make_transport = transport
-        self.sync = self.make_sync(timeout_s=timeout_s)
+        self.sync = self.make_updates(timeout_s=timeout_s)
 
-    def make_sync(self, **options: Any) -> WeightSync:
+    def make_updates(self, **options: Any) -> WaitedUpdates:
         endpoints = [ServerEndpoint(self._server.base_url, free_port())]
-        self.courier = ThreadCourier(endpoints, lambda info: self._make_transport())
-        return make_sync(
-            self.module, self.courier, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
+        self.publisher = ThreadPublisher(endpoints, lambda info: self._make_transport())
+        return make_updates(
+            self.module, self.publisher, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
         )
 
     def round(self) -> Any:
@@ -101,7 +101,7 @@ def test_after_each_round_the_servers_greedy_answer_is_the_learners(
 def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_every_few_rounds(
     server: RunningServer, learner: Learner
 ) -> None:
-    sync = learner.make_sync(canary_every_rounds=3)
+    sync = learner.make_updates(canary_every_rounds=3)
 
     def proof(version: int) -> tuple[str, bool]:
         outcome = sync.run(version, [0])
@@ -126,8 +126,8 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
 def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_taken(
     server: RunningServer, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = learner.make_sync(proof=Proof.CHECKSUM)
-    learner.courier.make_transport = lambda info: transport_for(
+    sync = learner.make_updates(proof=Proof.CHECKSUM)
+    learner.publisher.make_transport = lambda info: transport_for(
         info, device=torch.device("cpu"), api_key=None
     )
     monkeypatch.setattr(MemoryFile, "path", "/proc/999999999/fd/3")  # as it is read on another host
@@ -141,8 +141,8 @@ def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
     server: RunningServer, learner: Learner
 ) -> None:
     learner.module.to(torch.bfloat16)
-    sync = learner.make_sync(proof=Proof.CHECKSUM)
-    learner.courier.make_transport = lambda info: transport_for(
+    sync = learner.make_updates(proof=Proof.CHECKSUM)
+    learner.publisher.make_transport = lambda info: transport_for(
         info, device=torch.device("cpu"), api_key=None
     )
     (report,) = sync.run(next(server.versions), [0]).reports.values()
@@ -165,7 +165,7 @@ def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
 
 
 def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
-    learner.courier.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
+    learner.publisher.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
     outcome = learner.round()
     assert outcome.failed == (0,)
     assert outcome.learner_fault is None

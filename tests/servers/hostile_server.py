@@ -153,7 +153,7 @@ def good_records(path: str) -> list[Any]:
             "prompt_token_ids": [1, 2, 3],
             "images_size": [[448, 448]],
         }
-        stamp = {"stage2": {"weight_version": 3, "run_id": "run", "incarnation": "one", "seed": 7}}
+        stamp = {"stage2": {"weight_version": 3, "run_id": "run", "seed": 7}}
         failed = {"detail": "refused", "failures": [{"index": 0, "cause": "image"}]}
         return [[{"response": response}], [{"response": response, "rollout_infos": stamp}], failed]
     if path == wire.SERVER_INFO:
@@ -162,8 +162,8 @@ def good_records(path: str) -> list[Any]:
             False, "one", "vllm", "m", weight_version=3, run_id="run", state="ready", manifest=specs
         )
         return [info.to_json()]
-    if path == wire.FINISH_ROUND:
-        return [wire.RoundProof("r", "one", 3, {"w": "sum"}, {"w": "sum"}, ("w",)).to_json()]
+    if path == wire.INSTALL:
+        return [wire.WeightProof("run", 3, "one", {"w": "sum"}, {"w": "sum"}, ("w",)).to_json()]
     return [{"world_size": 1}, {"message": "cache status: True"}, {"detail": "busy", "reason": "busy"}]
 
 

@@ -42,8 +42,8 @@ def read_all(server: HostileServer, merger: LiveMerger) -> None:
     """Raises what no reader may: anything but a record or a ServerFault."""
 
     def proof(session: ServerSession) -> object:
-        reply = session.post(wire.FINISH_ROUND, {}, Deadline(CALL_S))
-        return session.read(wire.FINISH_ROUND, wire.RoundProof.from_json, reply)
+        reply = session.post(wire.INSTALL, {}, Deadline(CALL_S))
+        return session.read(wire.INSTALL, wire.WeightProof.from_json, reply)
 
     asks: list[Callable[[ServerSession], object]] = [lambda session: session.info(Deadline(CALL_S)), proof]
     with ServerSession(server.url) as session:

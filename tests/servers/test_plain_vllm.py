@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, request
 from rollout_batch import generate
+from weight_updates import make_spec
 
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollouts import RolloutClient
@@ -26,6 +27,7 @@ from swift_stage2.config.binding import bind
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.infer_wire import greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.vllm_serve import WeightVersion, chat_body
@@ -34,7 +36,7 @@ from swift_stage2.weights.tensors import checksum_tensors
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport, unreached
 
-_VERSION = WeightVersion("run", "run-3", 3)
+_VERSION = WeightVersion("run", 3)
 _PATIENCE_S = 60.0
 
 
@@ -110,9 +112,7 @@ def _asked(server: FakeRolloutServer) -> list[str]:
 def test_it_is_told_by_its_routes_and_is_neither_ours_nor_stock(server: FakeRolloutServer) -> None:
     with ServerSession(server.url) as session:
         info = session.info(Deadline(_PATIENCE_S))
-    assert (info.stock, info.chat_model, info.model, info.staging, info.can_abort) == (
-        True, "tiny", "/models/tiny", False, False,
-    )  # fmt: skip
+    assert (info.stock, info.chat_model, info.model) == (True, "tiny", "/models/tiny")
 
 
 @pytest.mark.parametrize("log_probs", [False, True])
@@ -155,9 +155,7 @@ def test_a_post_is_one_call_a_request_in_order_and_names_its_weights(
     asked = [request(text) for text in texts]
     result = loop.run(route.generate(asked, greedy_config(5), timeout_s=_PATIENCE_S))
     assert [each.text for each in result.completions] == [f"echo {text}" for text in texts], result
-    assert {(each.weight_version, each.round_id, each.run_id) for each in result.completions} == {
-        (3, "run-3", "run")
-    }
+    assert {(each.run_id, each.weight_version) for each in result.completions} == {("run", 3)}
     # After the answers: a later process cannot have made them
     assert _asked(server)[-1] == vllm_serve.WEIGHT_INFO
     body = server.calls[0].body
@@ -267,7 +265,7 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
             session,
             ServerEndpoint(server.url, 29600),
             SnapshotFile((), bucket_bytes=1),
-            Deadline(_PATIENCE_S),
+            make_spec(_PATIENCE_S),
         )
     assert vllm_serve.INIT_TRANSFER not in _asked(server)
     assert vllm_serve.RESUME not in _asked(server)

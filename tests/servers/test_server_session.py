@@ -26,7 +26,6 @@ INFO = wire.ServerInfo(
     weight_version=3,
     run_id="run",
     state="ready",
-    can_abort=True,
     manifest=(wire.TensorSpec("w", (2, 3), "float32"),),
 )
 
@@ -52,7 +51,7 @@ def _calls(session: ServerSession, deadline_s: float = AMPLE_S) -> list[Callable
     return [
         lambda: session.info(Deadline(deadline_s)),
         lambda: session.get(wire.WORLD_SIZE, Deadline(deadline_s)),
-        lambda: session.post(wire.BEGIN_ROUND, {"a": 1}, Deadline(deadline_s)),
+        lambda: session.post(wire.WEIGHTS, {"a": 1}, Deadline(deadline_s)),
     ]
 
 
@@ -69,17 +68,12 @@ def test_info_of_our_own_server(server: FakeRolloutServer, session: ServerSessio
     assert [call.path for call in server.calls] == [wire.SERVER_INFO]
 
 
-def test_a_post_carries_body_key_and_round(server: FakeRolloutServer, session: ServerSession) -> None:
+def test_a_post_carries_body_and_key(server: FakeRolloutServer, session: ServerSession) -> None:
     server.on_reset = _says({"fine": True})
-    reply = session.post(wire.BEGIN_ROUND, {"a": [1]}, Deadline(AMPLE_S))
-    session.round_id = "r7"
-    session.post(wire.FINISH_ROUND, {}, Deadline(AMPLE_S))
-    assert reply == {"fine": True}
-    call, later = server.calls
-    assert (call.path, call.body) == (wire.BEGIN_ROUND, {"a": [1]})
+    assert session.post(wire.WEIGHTS, {"a": [1]}, Deadline(AMPLE_S)) == {"fine": True}
+    (call,) = server.calls
+    assert (call.path, call.body) == (wire.WEIGHTS, {"a": [1]})
     assert call.headers["Authorization"] == f"Bearer {KEY}"
-    assert wire.ROUND_HEADER not in call.headers
-    assert later.headers[wire.ROUND_HEADER] == "r7"
 
 
 def test_proxies_of_the_environment_are_ignored(
@@ -111,7 +105,7 @@ def test_whatever_is_wrong_with_a_reply_is_the_servers_fault(
     server: FakeRolloutServer, session: ServerSession, behaviour: Callable[[Call], Answer], message: str
 ) -> None:
     _set(server, behaviour)
-    paths = (wire.SERVER_INFO, wire.WORLD_SIZE, wire.BEGIN_ROUND)
+    paths = (wire.SERVER_INFO, wire.WORLD_SIZE, wire.WEIGHTS)
     for call, path in zip(_calls(session), paths, strict=True):
         with pytest.raises(ServerFault) as caught:
             call()

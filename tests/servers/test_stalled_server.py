@@ -1,4 +1,4 @@
-"""A server that stalls or dies without a word: its own fault within the round's time, and seen between rounds."""
+"""A server that stalls or dies without a word: its own fault within the push's time, and seen between pushes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from typing import Any
 
 import pytest
 import torch
-from dropping_port import LINEAR, a_round_at_a_dropping_port, dropping_port
+from dropping_port import LINEAR, a_push_to_a_dropping_port, dropping_port
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from stalled_peer import PART_BYTES, SECRET
 from stopped_process import stop_process
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
 from torch.distributed import TCPStore
 from torchrun_job import free_port
-from weight_rounds import make_sync
+from weight_updates import make_spec, make_updates
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 CPU = torch.device("cpu")
 EMPTY = SnapshotFile((), bucket_bytes=1)
+ANSWER = wire.OfferAnswer(True, "listening", SECRET)
 KILLED_BY_S = 60.0
 T = 10.0  # of it 8 for calls; the second part is taken after 3, so a limit counted from there would pass T
 
@@ -66,13 +67,13 @@ def answering_as_ours(manifest: tuple[wire.TensorSpec, ...]) -> FakeRolloutServe
     info = wire.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
     return FakeRolloutServer(
         on_get=lambda call: Answer(body=json.dumps(info.to_json()).encode()),
-        on_reset=lambda call: Answer(body=json.dumps({"secret": SECRET}).encode()),
+        on_reset=lambda call: Answer(body=json.dumps(ANSWER.to_json()).encode()),
     )
 
 
-def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> WeightSync:
-    courier = ThreadCourier([ServerEndpoint(server.url, port)], lambda info: StreamTransport())
-    return make_sync(export, courier, timeout_s=T)
+def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> WaitedUpdates:
+    publisher = ThreadPublisher([ServerEndpoint(server.url, port)], lambda info: StreamTransport())
+    return make_updates(export, publisher, timeout_s=T)
 
 
 @pytest.mark.slow
@@ -82,9 +83,8 @@ def test_a_server_that_freezes_late_in_a_push_is_its_own_fault_within_the_calls_
     port = free_port()
     with answering_as_ours(export.manifest()) as server, peer("ours", str(port)) as (_, listens):
         assert listens == "listens"
-        outcome = sync_of(export, server, port).run(1, [0])
+        outcome = sync_of(export, server, port).run([0])
     assert outcome.failed == (0,)
-    assert outcome.learner_fault is None
     assert "lost while weights were sent" in str(outcome.reports[0].error)
 
 
@@ -93,15 +93,15 @@ def test_a_server_that_was_ours_and_answers_404_once_is_suspect_and_the_run_goes
     export = WeightExport(torch.nn.Linear(2, 2))
     with answering_as_ours(export.manifest()) as server:
         sync = sync_of(export, server, free_port())
-        sync.run(1, [0])
+        sync.run([0])
         server.on_get = lambda call: Answer(status=404)
-        outcome = sync.run(1, [0])
-    assert (outcome.failed, outcome.learner_fault) == ((0,), None)
+        outcome = sync.run([0])
+    assert outcome.failed == (0,)
     assert "a server that was ours in this run must stay ours" in str(outcome.reports[0].error)
 
 
 def kept(port: str) -> tuple[StockTransport, TCPStore]:
-    """A stock transport after a round, its store's client connected to a real master."""
+    """A stock transport after a push, its store's client connected to a real master."""
     timeout = timedelta(seconds=300)
     store = TCPStore(
         "127.0.0.1", int(port), 2, False, timeout=timeout, wait_for_workers=False, use_libuv=False
@@ -134,22 +134,22 @@ def test_a_frozen_stock_server_keeps_no_push_although_its_store_never_answers() 
 
 
 def test_a_kept_group_whose_server_died_is_lost_and_a_silent_one_is_not() -> None:
-    courier = ThreadCourier([ServerEndpoint("http://127.0.0.1:9", 10)], lambda info: StreamTransport())
+    publisher = ThreadPublisher([ServerEndpoint("http://127.0.0.1:9", 10)], lambda info: StreamTransport())
     with peer("stock") as (process, port):
         transport, _ = kept(port)
-        courier._transports[0] = transport
-        assert courier.lost_servers() == ()
+        publisher._transports[0] = transport
+        assert publisher.lost_servers() == ()
         stop_process(process.pid)
-        assert courier.lost_servers() == ()
+        assert publisher.lost_servers() == ()
         question = transport._question
-        assert courier.lost_servers() == ()
+        assert publisher.lost_servers() == ()
         assert question is not None
         assert transport._question is question, "a silent store is asked once"
         process.kill()
         process.wait(KILLED_BY_S)
         assert question.ended_within(KILLED_BY_S)
-        assert courier.lost_servers() == (0,)
-        assert courier.lost_servers() == (0,)
+        assert publisher.lost_servers() == (0,)
+        assert publisher.lost_servers() == (0,)
     assert not StreamTransport().is_lost()
 
 
@@ -177,7 +177,7 @@ def _raise(keys: Any) -> bool:
     raise RuntimeError("Connection reset by peer")
 
 
-def test_a_round_over_a_group_that_lost_its_server_connects_anew(
+def test_a_push_over_a_group_that_lost_its_server_connects_anew(
     communicators: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stock_transport, "_IS_LOST_TIMEOUT_S", 2.0)
@@ -188,14 +188,14 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
         ServerSession(server.url) as session,
     ):
         for store_check, expected in (
-            (None, 1),  # the first round
+            (None, 1),  # the first push
             (None, 1),  # its group still answers
             (_raise, 2),
             (lambda keys: never.wait(KILLED_BY_S), 3),  # silent: whatever holds the store would hold the push
         ):
             if store_check is not None:
                 communicators[-1].group.store.check = store_check
-            transport.open(session, ServerEndpoint(server.url, 51216), EMPTY, Deadline(60.0))
+            transport.open(session, ServerEndpoint(server.url, 51216), EMPTY, make_spec(60.0))
             assert len(communicators) == expected
             dropped = [one.is_destroyed for one in communicators]
             assert dropped == [True] * (expected - 1) + [False]
@@ -206,10 +206,10 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
     never.set()
 
 
-def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the_rounds_calls(
+def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the_pushs_calls(
     communicators: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a short round: finding out why, and closing, end with its calls."""
+    """In a short push: finding out why, and closing, end with its calls."""
     never = threading.Event()
     group = sys.modules["vllm.distributed.utils"].StatelessProcessGroup
     monkeypatch.setattr(group, "create", lambda **_: never.wait(KILLED_BY_S))
@@ -220,15 +220,15 @@ def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the
         return Answer(body=body, after=never if asked_to_join else None)
 
     with FakeRolloutServer(on_reset=joined_and_deaf) as fake, dropping_port() as port:
-        courier = ThreadCourier([ServerEndpoint(fake.url, port)], lambda info: StockTransport(CPU))
-        outcome = make_sync(LINEAR, courier, timeout_s=4.0).run(1, [0])
+        publisher = ThreadPublisher([ServerEndpoint(fake.url, port)], lambda info: StockTransport(CPU))
+        outcome = make_updates(LINEAR, publisher, timeout_s=4.0).run([0])
         never.set()
     assert outcome.failed == (0,)
     assert "the weight group did not form" in str(outcome.reports[0].error)
 
 
-def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_more(
+def test_a_group_port_behind_a_firewall_costs_a_push_the_joining_time_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = answering_as_ours(WeightExport(LINEAR).manifest())
-    a_round_at_a_dropping_port(monkeypatch, server, StreamTransport)
+    a_push_to_a_dropping_port(monkeypatch, server, StreamTransport)

@@ -1,4 +1,4 @@
-"""Rounds and the probe ask a stock server with several engines, through ms-swift's own routes."""
+"""Pushes and the health check ask a stock server with several engines, through ms-swift's own routes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from stock_engines import StandInEngine, stock_server
+from weight_updates import make_spec
 
 from swift_stage2 import wire
-from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
-from swift_stage2.weights.proof import RoundOrder, prove_server
+from swift_stage2.weights.proof import prove_server
 
 AMPLE_S = 60.0
 OLD_WEIGHTS = (9, 9)
@@ -30,24 +30,12 @@ class Canary:
         return tuple(token_ids) == (5, 6)
 
 
-def order() -> RoundOrder:
-    return RoundOrder(
-        round_id="round",
-        run_id="run",
-        version=1,
-        manifest=(),
-        canary=Canary(),
-        proof=Proof.AUTO,
-        deadline=Deadline(AMPLE_S),
-    )
-
-
 def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
     with (
         stock_server(*engines, tensor_parallel_size=tensor_parallel_size) as server,
         ServerSession(server.url) as session,
     ):
-        return prove_server(session, order(), wire.ServerInfo(stock=True), {}, same_dtypes=True)
+        return prove_server(session, make_spec(AMPLE_S, canary=Canary()), wire.ServerInfo(stock=True), {})
 
 
 @pytest.mark.parametrize(("num_engines", "tensor_parallel_size"), [(1, 1), (1, 4), (2, 1), (3, 2)])

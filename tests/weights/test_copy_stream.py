@@ -1,4 +1,4 @@
-"""Copies beside training: every kind of optimizer step waits for them once, and the courier begins after them.
+"""Copies beside training: every kind of optimizer step waits for them once, and pushes begin after them.
 
 The stand-in for a GPU's stream copies as late as one may: when something waits for it, or when the test lets it.
 """
@@ -6,7 +6,7 @@ The stand-in for a GPU's stream copies as late as one may: when something waits 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from swift_stage2.weights.courier import PushEnd
+from recorded_publisher import RecordedPublisher
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
-from weight_rounds import make_sync
+from weight_updates import make_updates
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.compat import declare_operators
-from swift_stage2.errors import WeightSyncError
-from swift_stage2.records import ServerReport
-from swift_stage2.servers.session import Deadline
+from swift_stage2.records import RoundOutcome
 from swift_stage2.weights import copy_stream
 from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import snapshot_bytes
 from swift_stage2.wire import TensorSpec
@@ -71,59 +67,17 @@ class LateCopies:
             work()
 
 
-class AtOnceCourier:
-    """Proves every round the moment that it begins, and keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.carried: list[Weights] = []
-        self.holds: list[Deadline | None] = []
-        self._ends: dict[int, PushEnd] = {}
-
-    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: SnapshotFile) -> None:
-        self.holds.append(order.hold)
-        self.carried.append({spec.name: snapshot.tensors[spec.name].clone() for spec in order.manifest})
-        report = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={})
-        self._ends = {server: PushEnd(report) for server in targets}
-
-    def ends(self) -> Mapping[int, PushEnd]:
-        return self._ends
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def revive(self) -> None: ...
-
-    def give_up(self, error: str) -> None: ...
-
-    def confirm(self, version: int) -> None: ...
-
-    def distrust(self, servers: Iterable[int]) -> None: ...
-
-    def is_lost(self, server: int) -> bool:
-        return False
-
-    def lost_servers(self) -> tuple[int, ...]:
-        return ()
-
-    def close(self) -> None: ...
-
-
 class Learner:
-    """A module whose rounds are copied late."""
+    """A module whose versions are copied late, and proven at once."""
 
-    def __init__(self, module: nn.Module | None = None, control: Any = None) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
         torch.manual_seed(0)
         self.module = module or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         self.copies = LateCopies()
-        self.courier = AtOnceCourier()
+        self.publisher = RecordedPublisher(at_once=True)
         self.export = WeightExport(self.module)
-        self.sync = make_sync(
-            self.export,
-            self.courier,
-            control=control or SingleRank(),
-            timeout_s=20.0,
-            copy_stream=self.copies,
-        )
+        self.sync = make_updates(self.export, self.publisher, timeout_s=20.0, copy_stream=self.copies)
+        self.sync.lives[0].stages = True
 
     def weights(self) -> Weights:
         (names,) = self.export.plan(1 << 30)
@@ -132,6 +86,13 @@ class Learner:
     def loss(self) -> torch.Tensor:
         loss: torch.Tensor = self.module(torch.ones(2, 3)).square().sum()
         return loss
+
+    def end(self) -> RoundOutcome:
+        """Of the version that was begun last: pushed at one look at the latest, taken at the next."""
+        self.copies.finish()
+        outcome = self.sync.look() or self.sync.look()
+        assert outcome is not None
+        return outcome
 
     def close(self) -> None:
         self.sync.close()
@@ -256,9 +217,9 @@ def _own_accelerator() -> Iterator[None]:
 ways_to_step = pytest.mark.parametrize("way", [plain, in_backward, accelerated, scaled, deepspeed])
 
 
-def first_round_and_step(learner: Learner, way: Callable[[Learner], Step]) -> Step:
+def first_version_and_step(learner: Learner, way: Callable[[Learner], Step]) -> Step:
     step = way(learner)
-    assert learner.sync.run(1, [0]).proven == (0,)
+    assert learner.sync.run([0]).proven == (0,)
     step()
     return step
 
@@ -267,20 +228,18 @@ def first_round_and_step(learner: Learner, way: Callable[[Learner], Step]) -> St
 def test_an_optimizer_that_steps_beside_a_copy_waits_for_it_once(
     learner: Learner, way: Callable[[Learner], Step]
 ) -> None:
-    step = first_round_and_step(learner, way)
+    step = first_version_and_step(learner, way)
     for number in (1, 2):
         weights = learner.weights()
-        learner.sync.begin(1 + number, [0])
+        learner.sync.begin([0])
         step()
         step()
         assert not same(weights, learner.weights())
         assert learner.copies.num_waits_before_write == number
-        assert len(learner.courier.carried) == number  # of the rounds before
-        assert not learner.sync.has_news
-        learner.copies.finish()
-        assert learner.sync.has_news
-        assert same(learner.courier.carried[-1], weights)
-        outcome = learner.sync.hear()
+        assert learner.sync.look() is None
+        assert len(learner.publisher.carried) == number  # of the versions before
+        outcome = learner.end()
+        assert same(learner.publisher.carried[-1], weights)
         assert (outcome.version, outcome.proven) == (1 + number, (0,))
 
 
@@ -289,42 +248,35 @@ def test_without_the_hook_a_step_writes_into_the_copy(
     learner: Learner, way: Callable[[Learner], Step]
 ) -> None:
     """The test above sees what it looks for."""
-    step = first_round_and_step(learner, way)
+    step = first_version_and_step(learner, way)
     weights = learner.weights()
-    learner.sync.begin(2, [0])
+    learner.sync.begin([0])
     torch_optimizer._global_optimizer_pre_hooks.clear()
     step()
-    assert learner.sync.hear().proven == (0,)
-    assert not same(learner.courier.carried[-1], weights)
+    assert learner.end().proven == (0,)
+    assert not same(learner.publisher.carried[-1], weights)
 
 
-def test_servers_may_install_before_the_courier_has_begun(learner: Learner) -> None:
-    step = first_round_and_step(learner, plain)
-    learner.sync.begin(2, [0], staged=True, held=True)
-    learner.sync.let_install()
-    learner.copies.finish()
+def test_a_push_begins_at_the_optimizers_step_after_the_copy(learner: Learner) -> None:
+    step = first_version_and_step(learner, plain)
+    learner.sync.begin([0])
     step()
-    assert len(learner.courier.carried) == 2
-    assert learner.courier.holds[-1] is None
-
-
-def test_a_round_that_is_waited_for_waits_for_its_copy(learner: Learner) -> None:
-    first_round_and_step(learner, plain)
-    weights = learner.weights()
-    assert learner.sync.run(2, [0]).proven == (0,)
-    assert same(learner.courier.carried[-1], weights)
+    learner.copies.finish()
+    assert len(learner.publisher.carried) == 1
+    step()
+    assert len(learner.publisher.carried) == 2
 
 
 def test_before_an_optimizer_was_seen_copies_are_waited_for(learner: Learner) -> None:
     """One that writes without the hook, as LOMO does in the backward pass, never spoils a copy."""
-    for version in (1, 2):
+    for _ in range(2):
         weights = learner.weights()
-        learner.sync.begin(version, [0])
+        learner.sync.begin([0])
         with torch.no_grad():
             for parameter in learner.module.parameters():
                 parameter.add_(1.0)
-        assert same(learner.courier.carried[-1], weights)
-        assert learner.sync.hear().proven == (0,)
+        assert same(learner.publisher.carried[-1], weights)
+        assert learner.end().proven == (0,)
     assert learner.copies.num_waits_before_write == 0
 
 
@@ -349,74 +301,48 @@ class LoraLinear(nn.Module):
 
 def test_adapters_that_are_merged_late_are_merged_as_they_were() -> None:
     with closing(Learner(nn.Sequential(LoraLinear(), nn.Tanh(), nn.Linear(2, 1)))) as learner:
-        step = first_round_and_step(learner, plain)
+        step = first_version_and_step(learner, plain)
         weights = learner.weights()
-        learner.sync.begin(2, [0])
+        learner.sync.begin([0])
         step()
-        assert learner.sync.hear().proven == (0,)
-        assert same(learner.courier.carried[-1], weights)
+        assert learner.end().proven == (0,)
+        assert same(learner.publisher.carried[-1], weights)
         assert not same(weights, learner.weights())
 
 
-class FirstOfTwo(SingleRank):
-    """Rank 0's part; the other rank is given what it told."""
-
-    world_size = 2
-    told: Any = None
-
-    def broadcast(self, message: Any) -> Any:
-        self.told = message
-        return super().broadcast(message)
-
-
-class SecondOfTwo(SingleRank):
-    rank, world_size = 1, 2
-
-    def __init__(self, first: FirstOfTwo) -> None:
-        super().__init__()
-        self._first = first
-
-    def broadcast(self, message: Any) -> Any:
-        return self._first.told
-
-
-def test_a_copy_that_fails_is_the_learners_fault_on_every_rank() -> None:
-    first = FirstOfTwo()
-    with closing(Learner(control=first)) as learner, closing(Learner(control=SecondOfTwo(first))) as other:
-        step = first_round_and_step(learner, plain)
-        learner.sync.begin(2, [0])
-        step()
-        assert not learner.sync.has_news
-        learner.copies.failure = "CUDA error: an illegal memory access was encountered"
-        learner.copies.finish()
-        assert learner.sync.has_news
-        for each in (learner, other):
-            with pytest.raises(WeightSyncError, match="illegal memory access"):
-                each.sync.hear()
-        assert len(learner.courier.carried) == 1
+def test_a_copy_that_fails_is_the_learners_fault(learner: Learner) -> None:
+    step = first_version_and_step(learner, plain)
+    learner.sync.begin([0])
+    step()
+    assert learner.sync.look() is None
+    learner.copies.failure = "CUDA error: an illegal memory access was encountered"
+    learner.copies.finish()
+    with pytest.raises(WeightSyncError, match="illegal memory access"):
+        learner.sync.look()
+    assert len(learner.publisher.carried) == 1
 
 
 def test_a_run_that_ends_waits_for_its_copy_and_leaves_no_hook(learner: Learner) -> None:
-    step = first_round_and_step(learner, plain)
-    learner.sync.begin(2, [0])
+    step = first_version_and_step(learner, plain)
+    learner.sync.begin([0])
     assert torch_optimizer._global_optimizer_pre_hooks
     learner.close()
     assert learner.copies.is_done()
     assert not torch_optimizer._global_optimizer_pre_hooks
     step()
     assert learner.copies.num_waits_before_write == 0
-    assert len(learner.courier.carried) == 1
+    assert len(learner.publisher.carried) == 1
 
 
 def test_on_a_cpu_nothing_is_hooked() -> None:
     module = nn.Linear(2, 2)
     assert WeightExport(module).gpu is None
-    sync = make_sync(module, AtOnceCourier(), timeout_s=20.0)
+    sync = make_updates(module, RecordedPublisher())
     assert not torch_optimizer._global_optimizer_pre_hooks
     sync.close()
 
 
-def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_round(
+def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_version(
     learner: Learner, tmp_path: Path
 ) -> None:
     declare_operators()
@@ -436,14 +362,14 @@ def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_round(
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             before.append(learner.weights())
             if not before[1:]:
-                learner.sync.run(1, [0])
+                learner.sync.run([0])
                 return
-            learner.sync.begin(len(before), [0])
+            learner.sync.begin([0])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if before[1:]:
                 assert not same(before[-1], learner.weights())
-                assert learner.sync.hear().proven == (0,)
+                assert learner.end().proven == (0,)
 
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
@@ -461,7 +387,7 @@ def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_round(
     trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Rounds()])
     trainer.train()
     assert len(before) == 3
-    assert all(same(*each) for each in zip(before, learner.courier.carried, strict=True))
+    assert all(same(*each) for each in zip(before, learner.publisher.carried, strict=True))
     assert learner.copies.num_waits_before_write == 2
 
 

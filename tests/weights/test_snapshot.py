@@ -31,7 +31,7 @@ from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIden
 manifest = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in json.loads(sys.argv[1])]
 snapshot = SnapshotFile(manifest, bucket_bytes=1, path=sys.argv[2])
 for number in (1, 2):
-    identity = WeightIdentity("run", f"run-{number}", number, 10 * number)
+    identity = WeightIdentity("run", number, 10 * number)
     print(json.dumps(snapshot.describe(identity)), flush=True)
     sys.stdin.readline()
 """
@@ -50,7 +50,7 @@ def test_the_memory_is_a_safetensors_file_that_says_whose_weights_it_holds(snaps
     }
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     read = ReadSnapshot.open(snapshot.file.path)
-    assert read.identity == WeightIdentity("run", "run-1", 1, 10)
+    assert read.identity == WeightIdentity("run", 1, 10)
     assert read.specs() == {spec.name: spec for spec in SPECS}
     assert read.checksums == {name: checksum_tensor(tensor) for name, tensor in expected.items()}
     assert read.differing({"wide": read.checksums["wide"], "odd": "0", "more": "0"}) == ["odd", "more"]
@@ -63,7 +63,7 @@ def test_the_memory_is_a_safetensors_file_that_says_whose_weights_it_holds(snaps
         os.truncate(snapshot.file.path, 100)
 
 
-def test_another_process_describes_every_rounds_weights_where_they_lie(snapshot: SnapshotFile) -> None:
+def test_another_process_describes_every_versions_weights_where_they_lie(snapshot: SnapshotFile) -> None:
     path = snapshot.file.path
     assert path.startswith(f"/proc/{os.getpid()}/fd/")
     assert os.readlink(path).startswith(f"/memfd:{MEMORY_PREFIX}")
@@ -92,8 +92,8 @@ def test_another_process_describes_every_rounds_weights_where_they_lie(snapshot:
 
 def test_a_name_without_room_is_told_and_the_header_stays(snapshot: SnapshotFile) -> None:
     before = bytes(snapshot.header)
-    with pytest.raises(WeightSyncError, match="a round's name must fit"):
-        snapshot.describe(identity(3, "r" * 2000))
+    with pytest.raises(WeightSyncError, match="a run's name must fit"):
+        snapshot.describe(identity(3, "r" * 8000))
     assert snapshot.header == before
 
 

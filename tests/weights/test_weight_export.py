@@ -10,7 +10,7 @@ import torch
 from real_model import tiny_model
 from torch import nn
 
-from swift_stage2.errors import ConfigError, WeightSyncError
+from swift_stage2.errors import ConfigError
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(model: Any, value: floa
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] = value
     with pytest.raises(WeightSyncError, match=f"tensor={name}; lower the learning rate"):
-        _snapshot_of(model).describe(WeightIdentity("run", "run-1", 1))
+        _snapshot_of(model).describe(WeightIdentity("run", 1))
 
 
 def test_a_snapshot_keeps_what_training_changes_afterwards(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The connection that carries weights: what it delivers, whom it lets in, and that every wait in it ends."""
+"""The connection that publishes weights: what it delivers, whom it lets in, and that every wait in it ends."""
 
 from __future__ import annotations
 

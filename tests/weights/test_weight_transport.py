@@ -1,4 +1,4 @@
-"""Connections that are kept between rounds with a stock server, and when they must not be used again."""
+"""Connections that are kept between pushes with a stock server, and when they must not be used again."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
-from weight_rounds import make_sync
+from weight_updates import make_spec, make_updates, mark_suspect
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights import courier as weight_courier
+from swift_stage2.weights import publisher as weight_publisher
 from swift_stage2.weights import stock_transport
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 
 class RecordedTransport(WeightTransport):
@@ -31,12 +31,12 @@ class RecordedTransport(WeightTransport):
 
     def __init__(self, server: FakeRolloutServer, let_go: threading.Event | None = None) -> None:
         self._server, self._let_go = server, let_go
-        self.num_rounds = 0
+        self.num_pushes = 0
         self.asked_before: list[str] = []
         self.closed_by: str | None = None
 
     def open(self, *_: object) -> str:
-        self.num_rounds += 1
+        self.num_pushes += 1
         self.asked_before = [call.path for call in self._server.calls]
         return "test"
 
@@ -63,35 +63,35 @@ def server() -> Iterator[FakeRolloutServer]:
         yield server
 
 
-def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: float = 20.0) -> WeightSync:
+def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: float = 20.0) -> WaitedUpdates:
     def make_transport(info: wire.ServerInfo) -> Any:
         made.append(make())
         return made[-1]
 
-    courier = ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport)
-    return make_sync(torch.nn.Linear(2, 2), courier, timeout_s=timeout_s)
+    publisher = ThreadPublisher([ServerEndpoint(server.url, 51216)], make_transport)
+    return make_updates(torch.nn.Linear(2, 2), publisher, timeout_s=timeout_s)
 
 
 def test_what_connects_to_a_server_that_became_suspect_is_not_used_again(server: FakeRolloutServer) -> None:
     """It may come back as another process: a broadcast to the one before would never end."""
     made: list[RecordedTransport] = []
     sync = _sync(server, made, lambda: RecordedTransport(server))
-    assert sync.run(1, [0]).proven == (0,)
-    assert sync.run(2, [0]).proven == (0,)
+    assert sync.run([0]).proven == (0,)
+    assert sync.run([0]).proven == (0,)
     (first,) = made
-    assert first.num_rounds == 2
+    assert first.num_pushes == 2
 
-    sync.distrust([0])
-    assert sync.run(3, [0]).proven == (0,)
-    assert first.num_rounds == 2
+    mark_suspect(sync, 0)
+    assert sync.run([0]).proven == (0,)
+    assert first.num_pushes == 2
     assert first.closed_by is not None
-    assert made[-1].num_rounds == 1
+    assert made[-1].num_pushes == 1
     sync.close()
 
 
 def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server: FakeRolloutServer) -> None:
     made: list[RecordedTransport] = []
-    _sync(server, made, lambda: RecordedTransport(server)).run(1, [0])
+    _sync(server, made, lambda: RecordedTransport(server)).run([0])
     assert made[0].asked_before == [
         wire.SERVER_INFO,
         vllm_serve.WEIGHT_INFO,
@@ -103,7 +103,7 @@ def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server
 def test_a_stock_server_that_still_computes_gets_no_weights(server: FakeRolloutServer) -> None:
     server.on_reset = lambda call: Answer(body=json.dumps({"message": "status: False"}).encode())
     made: list[RecordedTransport] = []
-    outcome = _sync(server, made, lambda: RecordedTransport(server)).run(1, [0])
+    outcome = _sync(server, made, lambda: RecordedTransport(server)).run([0])
     assert outcome.failed == (0,)
     assert not made
 
@@ -111,12 +111,12 @@ def test_a_stock_server_that_still_computes_gets_no_weights(server: FakeRolloutS
 def test_a_transport_that_a_hung_push_is_inside_of_is_left_alone(
     server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_courier, "_LAST_CALL_S", 0.1)
+    monkeypatch.setattr(weight_publisher, "_LAST_CALL_S", 0.1)
     let_go = threading.Event()
     made: list[RecordedTransport] = []
     sync = _sync(server, made, lambda: RecordedTransport(server, let_go), timeout_s=3.0)
     try:
-        report = sync.run(1, [0]).reports[0]
+        report = sync.run([0]).reports[0]
         assert report.error == "the server did not take and prove the weights within 3 s"
         sync.close()
         assert made[0].closed_by is None
@@ -176,7 +176,7 @@ def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServe
     endpoint = ServerEndpoint(server.url, 51216)
     with ServerSession(server.url) as session, pytest.raises(ServerFault, match="get_world_size"):
         StockTransport(torch.device("cpu")).open(
-            session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0)
+            session, endpoint, SnapshotFile((), bucket_bytes=1), make_spec(5.0)
         )
     assert [call.path for call in server.calls] == [wire.WORLD_SIZE]
 
@@ -191,5 +191,5 @@ def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(serve
             ServerFault, match=r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
         ),
     ):
-        transport.open(session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0))
+        transport.open(session, endpoint, SnapshotFile((), bucket_bytes=1), make_spec(5.0))
     assert server.calls == []

@@ -1,4 +1,4 @@
-"""The real process that carries weights: rounds are proven through it, and no end of it reaches the learner."""
+"""The real process that publishes weights: rounds are proven through it, and no end of it reaches the learner."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
 from stand_in_canary import StandInCanary
 from stopped_process import stop_process
-from swift_stage2.weights.courier_process import ProcessCourier
 from waiting import wait_for
-from weight_rounds import courier_setup, make_sync
+from weight_updates import make_updates, publisher_setup
 
 from swift_stage2 import wire
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 KEY = "s3cret-of-the-servers"
-KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
+KILLED = "the process that publishes weights was killed by SIGKILL; another one takes its place"
 LATE = "the server did not take and prove the weights within {:g} s"
 
 
@@ -59,17 +59,17 @@ class Learner:
         self.servers = [FakeStagingServer(export.manifest()) for _ in range(2)]
         self.intervals: list[tuple[str, int, int, str]] = []
         self.ours: set[str] = set()
-        setup = courier_setup(
+        setup = publisher_setup(
             *[ServerEndpoint(server.url, 51216) for server in self.servers],
             api_key=KEY,
             transport=Transport.AUTO,
             is_traced=True,
         )
-        self.courier = ProcessCourier(
+        self.publisher = ProcessPublisher(
             setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
         )
         self.canary = JudgingCanary()
-        self.sync = make_sync(export, self.courier, canary=self.canary, timeout_s=LONGEST_WAIT_S)
+        self.sync = make_updates(export, self.publisher, canary=self.canary, timeout_s=LONGEST_WAIT_S)
         self.version = 0
 
     def begin(self, *, staged: bool = True, held: bool = False) -> None:
@@ -95,7 +95,7 @@ class Learner:
 
     def require_another_process_and_a_proof(self, pid: int) -> None:
         assert self.round().proven == (0, 1)
-        assert self.courier.pid != pid
+        assert self.publisher.pid != pid
         assert not psutil.pid_exists(pid)
         assert [server.served for server in self.servers] == [self.version] * 2
 
@@ -137,7 +137,7 @@ def kill(pid: int) -> None:
 
 
 def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memory(learner: Learner) -> None:
-    assert learner.courier.pid != os.getpid()
+    assert learner.publisher.pid != os.getpid()
     outcome = learner.round()
     assert (outcome.proven, outcome.learner_fault) == ((0, 1), None)
     sums = {name: checksum_tensor(tensor) for name, tensor in learner.module.state_dict().items()}
@@ -184,7 +184,7 @@ def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
 
 
 def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(learner: Learner) -> None:
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     stop_process(pid)
     for server in learner.servers:
         server.calls.clear()
@@ -202,7 +202,7 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
     learner: Learner, path: str
 ) -> None:
     """The other server may be through, or not have begun."""
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     learner.servers[1].hooks[path] = once(lambda: kill(pid), Answer(drop=True))
     outcome = learner.round()
     assert outcome.learner_fault is None
@@ -213,7 +213,7 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
 
 
 def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:
-    pid, let_go = learner.courier.pid, threading.Event()
+    pid, let_go = learner.publisher.pid, threading.Event()
     learner.servers[1].hooks[wire.WEIGHTS] = lambda call: Answer(after=let_go)
     learner.begin()
     wait_for(lambda: learner.sync.has_news)
@@ -232,35 +232,35 @@ def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(lea
 def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_round_is_due(
     learner: Learner,
 ) -> None:
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     kill(pid)
-    wait_for(lambda: learner.courier._worker.is_mourned)
+    wait_for(lambda: learner.publisher._worker.is_mourned)
     assert not learner.sync.has_news
-    successor = learner.courier.pid
+    successor = learner.publisher.pid
     assert (successor != pid, psutil.pid_exists(pid)) == (True, False)
     kill(successor)
-    wait_for(lambda: learner.courier._worker.is_mourned)
+    wait_for(lambda: learner.publisher._worker.is_mourned)
     assert not learner.sync.has_news
-    assert learner.courier.pid == successor, "one that cannot even load would be started at every step"
+    assert learner.publisher.pid == successor, "one that cannot even load would be started at every step"
     learner.require_another_process_and_a_proof(successor)
 
 
 def test_a_stock_server_is_lost_with_the_process_that_kept_its_group(learner: Learner) -> None:
     """Nobody watches it any more: it may come back as another process, and its answers bear no name."""
     learner.ours.discard(learner.servers[1].url)
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     kill(pid)
-    wait_for(lambda: learner.courier.lost_servers() == (1,))
+    wait_for(lambda: learner.publisher.lost_servers() == (1,))
     learner.require_another_process_and_a_proof(pid)
-    assert learner.courier.lost_servers() == ()
+    assert learner.publisher.lost_servers() == ()
 
 
 def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_begins(
     learner: Learner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     learner.sync._timeout_s = 1.5
-    learner.servers[0].hooks[wire.INSTALL] = once(lambda: stop_process(pid))
+    learner.servers[0].hooks[wire.INSTALL] = once(lambda: stop_process(pid), Answer(drop=True))
     outcome = learner.round()
     assert 0 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {LATE.format(1.5)}
@@ -281,7 +281,7 @@ def test_an_errand_that_a_process_never_reads_holds_up_nobody(
     learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask_with_a_picture(learner, monkeypatch)
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     stop_process(pid)
     learner.sync._timeout_s = 1.5
     outcome = learner.round()
@@ -294,9 +294,9 @@ def test_no_log_and_no_command_line_has_the_key(
     learner: Learner, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    words = psutil.Process(learner.courier.pid).cmdline()
+    words = psutil.Process(learner.publisher.pid).cmdline()
     learner.servers[0].hooks[wire.WEIGHTS] = lambda call: Answer(500, call.headers["Authorization"].encode())
-    pid = learner.courier.pid
+    pid = learner.publisher.pid
     learner.servers[1].hooks[wire.INSTALL] = once(lambda: kill(pid), Answer(drop=True))
     outcome = learner.round()
     assert outcome.failed == (0, 1)
@@ -311,16 +311,16 @@ def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Lear
     here, counts, there = psutil.Process(), [], []
     for number in range(20):
         if number % 4 == 0:
-            pid = learner.courier.pid
+            pid = learner.publisher.pid
             kill(pid)
-            wait_for(lambda: learner.courier._worker.has_ended)
+            wait_for(lambda: learner.publisher._worker.has_ended)
         assert learner.round().proven == (0, 1)
         if number % 4 == 0:
             wait_for(lambda: not any(each.name.startswith("push to") for each in threading.enumerate()))
-            threads = [each for each in threading.enumerate() if each.name == "courier"]
+            threads = [each for each in threading.enumerate() if each.name == "publisher"]
             counts.append((here.num_fds(), len(here.children()), len(threads)))
         if number >= 17:
-            there.append(psutil.Process(learner.courier.pid).num_fds())
+            there.append(psutil.Process(learner.publisher.pid).num_fds())
     assert {num_children for _, num_children, _ in counts} == {counts[0][1]}
     assert {num_threads for *_, num_threads in counts} == {1}
     # A server's connection may still end
@@ -328,11 +328,11 @@ def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Lear
     assert max(there) <= there[0] + 2, there
 
 
-def test_a_courier_that_closes_lets_its_process_end_by_itself(learner: Learner) -> None:
-    process = learner.courier._worker.process
-    learner.courier.close()
+def test_a_publisher_that_closes_lets_its_process_end_by_itself(learner: Learner) -> None:
+    process = learner.publisher._worker.process
+    learner.publisher.close()
     assert process.returncode == 0
-    learner.courier.close()
+    learner.publisher.close()
     learner.require_another_process_and_a_proof(process.pid)
 
 
@@ -340,11 +340,11 @@ _RANK = """
 import sys, time
 import torch
 from swift_stage2.config import Transport
-from swift_stage2.weights.courier_process import ProcessCourier
-from swift_stage2.weights.courier_worker import CourierSetup
+from swift_stage2.weights.publisher_process import ProcessPublisher
+from swift_stage2.weights.publisher_worker import PublisherSetup
 
 if __name__ == "__main__":
-    setup = CourierSetup(
+    setup = PublisherSetup(
         endpoints=(),
         api_key=None,
         ours=frozenset(),
@@ -352,7 +352,7 @@ if __name__ == "__main__":
         transport=Transport.AUTO,
         is_traced=False,
     )
-    print(ProcessCourier(setup).pid, flush=True)
+    print(ProcessPublisher(setup).pid, flush=True)
     time.sleep(60)
 """
 

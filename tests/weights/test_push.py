@@ -13,20 +13,20 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
 from fake_staging_server import FakeStagingServer
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
 from torch import nn
-from weight_rounds import make_sync
+from weight_updates import make_updates
 
 from swift_stage2 import wire
-from swift_stage2.errors import ServerFault, WeightSyncError
+from swift_stage2.errors import ServerFault
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 LIMIT_S = 60.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each
@@ -96,10 +96,10 @@ class Round:
         }
         self.make_transport = lambda info: self.by_push[threading.current_thread().name]
 
-    def sync(self, timeout_s: float = LIMIT_S, span: EnterSpan = untraced, **options: Any) -> WeightSync:
+    def sync(self, timeout_s: float = LIMIT_S, span: EnterSpan = untraced, **options: Any) -> WaitedUpdates:
         endpoints = [ServerEndpoint(server.url, 51216) for server in self.servers]
-        courier = ThreadCourier(endpoints, self.make_transport, span=span)
-        return make_sync(self.export, courier, timeout_s=timeout_s, **options)
+        publisher = ThreadPublisher(endpoints, self.make_transport, span=span)
+        return make_updates(self.export, publisher, timeout_s=timeout_s, **options)
 
     def run(self, timeout_s: float = LIMIT_S) -> RoundOutcome:
         return self.sync(timeout_s).run(1, list(range(len(self.servers))))
@@ -270,18 +270,18 @@ def staging() -> Iterator[list[FakeStagingServer]]:
         yield [first, second]
 
 
-def begin_staged(sync: WeightSync, version: int = 1, *, held: bool = False) -> None:
+def begin_staged(sync: WaitedUpdates, version: int = 1, *, held: bool = False) -> None:
     sync.begin(version, [0, 1], staged=True, held=held)
 
 
-def wait_for_news(sync: WeightSync) -> None:
+def wait_for_news(sync: WaitedUpdates) -> None:
     end, pause = time.monotonic() + LIMIT_S, threading.Event()
     while not sync.has_news:
         assert time.monotonic() < end
         pause.wait(0.005)
 
 
-def hear_all(sync: WeightSync) -> RoundOutcome:
+def hear_all(sync: WaitedUpdates) -> RoundOutcome:
     while not (outcome := sync.hear()).ended:
         pass
     return outcome
@@ -367,7 +367,7 @@ def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     assert hear_all(sync).proven == (0, 1)
     monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 0.8)
     begin_staged(sync, version=2, held=True)
-    sync._courier.give_up("enough")
-    assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
+    sync._publisher.give_up("enough")
+    assert sync._publisher.wait(0.4 * LIMIT_S), "nobody waits any more"
     assert hear_all(sync).failed == (0, 1)
     assert not any(paths_of(server).count(wire.INSTALL) > 1 for server in staging)

@@ -1,4 +1,4 @@
-"""The process that carries weights is killed at drawn moments of staged rounds into the real server, which goes on.
+"""The process that publishes weights is killed at drawn moments of staged rounds into the real server, which goes on.
 
 Whatever the moment: the next round is proven, and nobody is ever answered by weights that no proof vouches for.
 """
@@ -16,18 +16,18 @@ from contextlib import closing
 import pytest
 import torch
 from live_server import LearnerRound, RunningServer, free_port, load_learner, text_request
-from swift_stage2.weights.courier_process import ProcessCourier
 from waiting import wait_for
-from weight_rounds import courier_setup, make_sync_by_checksums
+from weight_updates import make_updates_by_checksums, publisher_setup
 
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
+from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.wire import WeightProof
 
 RUN = "killed-run"
 PATIENCE_S = 60.0
-KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
+KILLED = "the process that publishes weights was killed by SIGKILL; another one takes its place"
 
 
 class Learner:
@@ -36,8 +36,8 @@ class Learner:
     def __init__(self, server: RunningServer) -> None:
         self._module = load_learner(seed=1)
         self._generator = torch.Generator().manual_seed(2)
-        self.courier = ProcessCourier(courier_setup(ServerEndpoint(server.base_url, free_port())))
-        self.sync = make_sync_by_checksums(self._module, self.courier, run_id=RUN)
+        self.publisher = ProcessPublisher(publisher_setup(ServerEndpoint(server.base_url, free_port())))
+        self.sync = make_updates_by_checksums(self._module, self.publisher, run_id=RUN)
         self._versions = server.versions
 
     def round(self, kill_after_s: float | None = None) -> RoundOutcome:
@@ -49,7 +49,7 @@ class Learner:
         self.sync.begin(version, [0], staged=True)
         if kill_after_s is not None:
             threading.Event().wait(kill_after_s)  # the drawn moment itself
-            os.kill(self.courier.pid, signal.SIGKILL)
+            os.kill(self.publisher.pid, signal.SIGKILL)
         news: list[int] = []
         while True:
             outcome = self.sync.hear()
@@ -58,7 +58,7 @@ class Learner:
                 break
         assert (outcome.version, news) == (version, [0])
         if kill_after_s is not None:  # also where the round was over first: the kill is not the next one's
-            wait_for(lambda: self.courier._worker.has_ended)
+            wait_for(lambda: self.publisher._worker.has_ended)
         return outcome
 
 
