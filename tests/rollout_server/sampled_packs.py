@@ -9,14 +9,13 @@ import torch
 from as_sampled import AsSampled
 from live_server import RunningServer
 from real_model import make_encoder, sample_of
-from rollout_batch import generate, make_client
+from rollout_batch import generate, make_client, prove
 
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
-from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
-from swift_stage2.fence import InferFence
 from swift_stage2.records import Rollout, Segment
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.wire import WeightProof
 
 TOLERANCE = 1e-4  # nats, float32
@@ -30,15 +29,15 @@ def sample_answers(
     encoder, samples = make_encoder(), [sample_of(row, number) for number, row in enumerate(rows)]
     client = make_client(
         server.base_url,
-        fence=InferFence(version=proof.version),
         decoding=DecodingConfig(**decoding),
         run_seed=5,
         run_id="run-1",
         max_inflight_per_server=len(rows),
         columns=(LOG_PROBS,),
+        kinds={server.base_url: ServerKind(is_ours=True)},
     )
     with client:
-        client.set_proven({server.base_url: ServedWeights(proof.version, stamps=True)})
+        prove(client, version=proof.version)
         outcome = generate(client, samples, [encoder.request(sample) for sample in samples])
     assert (outcome.failures, client.suspects) == ((), {})
     return [rollout for rollout in outcome.rollouts if MEDIA_IDS.isdisjoint(rollout.token_ids)]

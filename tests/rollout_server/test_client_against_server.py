@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import threading
-from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import rollout_batch
-from fake_rollout_server import await_settled
 from live_server import (
     CALL_TIMEOUT_S,
     LearnerRound,
@@ -19,13 +17,13 @@ from live_server import (
     image_request,
     load_learner,
 )
-from rollout_batch import generate
+from rollout_batch import await_settled, generate, prove, unsettled
 
-from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.wire import WeightProof
 
 
@@ -37,18 +35,14 @@ def proof(server: RunningServer) -> WeightProof:
 
 def make_client(server: RunningServer, proof: WeightProof, **changes: Any) -> RolloutClient:
     settings: dict[str, Any] = {
-        "fence": InferFence(version=proof.version),
         "decoding": DecodingConfig(temperature=1.0, max_new_tokens=4),
         "run_id": "run-1",
         "max_inflight_per_server": 16,
+        "kinds": {server.base_url: ServerKind(is_ours=True)},
     }
     client = rollout_batch.make_client(server.base_url, **settings | changes)
-    client.set_proven({server.base_url: served(proof)})
+    prove(client, version=proof.version)
     return client
-
-
-def served(proof: WeightProof) -> ServedWeights:
-    return ServedWeights(proof.version, stamps=True)
 
 
 def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
@@ -88,8 +82,7 @@ def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not
 
 def test_weights_of_another_version_are_discarded(server: RunningServer, proof: WeightProof) -> None:
     with make_client(server, proof) as client:
-        other = replace(served(proof), version=proof.version + 1)
-        client.set_proven({server.base_url: other})
+        prove(client, version=proof.version + 1)
         outcome = ask(client, [image_request()])
     assert outcome.rollouts == ()
     assert f"weight_version={proof.version}" in client.suspects[server.base_url]
@@ -111,6 +104,6 @@ def test_an_abandoned_post_is_settled_once_the_engine_is_free(
     with make_client(server, proof, request_timeout_s=5.0, observer=events) as client:
         outcome = ask(client, [image_request()])
         await_settled(client)
-        assert (client.num_unsettled, client.suspects) == (0, {})
+        assert (unsettled(client), client.suspects) == (set(), {})
     assert [(each.server, each.end) for each in outcome.failures] == [(server.base_url, PostEnd.TIMED_OUT)]
     assert [sample.key.position for sample in outcome.timed_out] == [0]

@@ -12,16 +12,15 @@ from unittest.mock import Mock
 import pytest
 from cut_rollouts import GREEDY_LIVELY, MEDIA_IDS, Oracle, Scene, draw_scenes, resume
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
-from rollout_batch import make_client
+from rollout_batch import make_client, prove
 from test_answer_prefix import abort, held_before
 from waiting import wait_for
 
 from swift_stage2.channel_b.attempts import Attempts, PartialRollouts
-from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.config import DecodingConfig
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.servers.health_check import ServerKind
 
 WINDOW = 2
 
@@ -36,11 +35,11 @@ class Asker:
         self.ends: Any = Mock()
         self.client = make_client(
             server.base_url,
-            fence=InferFence(version=round_.version),
             decoding=DecodingConfig(temperature=0.0, repetition_penalty=penalty, max_new_tokens=64),
             run_id=round_.run_id,
             max_inflight_per_server=4,
             observer=self.attempts,
+            kinds={server.base_url: ServerKind(is_ours=True)},
         )
         self.partial = PartialRollouts(
             self.attempts,
@@ -54,8 +53,7 @@ class Asker:
         self.client.note_agreement([server.base_url])
 
     def prove(self, round_: LearnerRound) -> None:
-        served = ServedWeights(round_.version, stamps=True)
-        self.client.set_proven({self.server.base_url: served}, drained=False)
+        prove(self.client, version=round_.version)
 
     def begin(self, scene: Scene, number: int) -> Sample:
         sample = Sample(SampleKey(0, number, number), {})
@@ -150,7 +148,7 @@ def test_a_rollout_cut_by_an_install_goes_on_with_the_new_weights(server: Runnin
             assert installing.result(CALL_TIMEOUT_S).status_code == 200
         new.close()
         asker.prove(new)
-        asker.clock.advance()
+        asker.clock.advance(new.version)
         whole = asker.finish(sample, scene)
     assert len(part.token_ids) == 9
     assert [(span.version, span.start) for span in whole.spans] == [(old.version, 0), (new.version, 9)]
