@@ -172,9 +172,7 @@ class WeightSlot:
             if proof is not None and (proof.run_id, proof.version) == name and not self._is_offered(name):
                 return proof
             self._wait_until(
-                lambda: (
-                    not self._is_offered(name) or (self._installing is None and not self._engine.is_copying)
-                ),
+                lambda: not (self._is_offered(name) and (self._installing or self._engine.is_copying)),
                 end,
                 given_up,
                 "the install before this one must end within its time",
@@ -267,8 +265,7 @@ class WeightSlot:
 
     # --- installs, one at a time ----------------------------------------------------------------
     def _is_offered(self, name: tuple[str, int]) -> bool:
-        offer = self._offered and self._offered.offer
-        return offer is not None and (offer.run_id, offer.version) == name
+        return self._offered is not None and self._offered.name == name
 
     def _install(
         self,
