@@ -229,7 +229,7 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
     (warning,) = warnings
     assert warning.startswith(f"{server.url} cannot abort rollouts")
     assert "rollout.sync.on_pending: abort needs swift-stage2 rollout" in warning
-    server.on_get = _ours(can_abort=True)
+    server.on_get = _ours()
     wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
     assert len(warnings) == 1
 
@@ -241,8 +241,8 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
             None,
             "stock swift rollout; serve with swift-stage2 rollout of this release, or write on_pending: wait",
         ),
-        ({"can_abort": True}, "of an earlier release; serve with .*or write on_pending: abort"),
-        ({"can_abort": True, "resume": True}, None),
+        ({}, "of an earlier release; serve with .*or write on_pending: abort"),
+        ({"resume": True}, None),
     ],
 )
 def test_a_server_that_cannot_resume_is_refused_where_it_must(

@@ -99,6 +99,7 @@ class WeightSource:
 
     def __init__(self, offer: WeightOffer, weights: OfferedWeights | None = None) -> None:
         self.offer = offer
+        self.name = (offer.run_id, offer.version)
         self._weights = weights
         self._is_closed = False
 
