@@ -1,16 +1,13 @@
-"""Work on threads that nobody waits for: its end, its failures, and that the suspect probe goes on."""
+"""Work on threads that nobody waits for: its end and its failures."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import SuspectProbe
-from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
@@ -105,29 +102,3 @@ def test_pythons_hook_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.excepthook == before
     assert len(seen) == 1, "whoever listened before still hears of it"
     assert len(failures.take()) == 1
-
-
-def test_the_probe_outlives_what_goes_wrong_in_one_look(failures: BackgroundFailures) -> None:
-    looks: list[Callable[[], Any]] = [fail, lambda: (1,)]
-    probe = SuspectProbe(
-        rank=0,
-        api_key=None,
-        interval_s=0.01,
-        find_lost=lambda: looks.pop(0)() if looks else (),
-        failures=failures,
-    )
-    probe.start()
-    wait_for(lambda: probe.lost() == {1})
-    probe.stop()
-    assert failures.take() == (
-        "the background thread 'suspect-probe' failed: RuntimeError: can't start new thread",
-    )
-
-
-def test_an_abort_that_goes_wrong_is_told(failures: BackgroundFailures) -> None:
-    abort = PendingAbort(enabled=True, rank=0, api_key="k e y", run_id="run", failures=failures)
-    abort.ask(["http://127.0.0.1:1"], 1)
-    told: list[str] = []
-    wait_for(lambda: bool(told.extend(failures.take()) or told))
-    abort.stop()
-    assert "'pending-abort' failed: ConfigError: the API key must be printable" in told[0]

@@ -212,7 +212,7 @@ def test_what_goes_on_is_not_aborted_with_what_was_cut(
 def test_every_engine_answers_the_canary(server: FakeRolloutServer) -> None:
     question = (request("who"), greedy_config(3))
     with ServerSession(server.url) as session:
-        answers = vllm_serve.ask_canary(session, "tiny", question, "round", Deadline(_PATIENCE_S))
+        answers = vllm_serve.ask_canary(session, "tiny", question, Deadline(_PATIENCE_S))
     assert len(answers) == 2  # four workers, two an engine
     engines = [call.headers["X-data-parallel-rank"] for call in server.calls if call.path == vllm_serve.CHAT]
     assert engines == ["0", "1"]
