@@ -14,11 +14,12 @@ import pytest
 import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from free_port import free_port
-from real_model import make_encoder, make_template, tiny_model
+from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
 from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.checks import checks, servers
+from swift_stage2.checks.samples import check_samples, usable_samples
 from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
@@ -26,6 +27,7 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
 from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.health_check import ServerKind
 
 
 @pytest.fixture
@@ -161,15 +163,13 @@ def _ours(**facts: Any) -> Callable[[Any], Answer]:
     return lambda call: Answer(body=json.dumps(info.to_json()).encode())
 
 
-@pytest.mark.parametrize("may_stage", [True, False])
 def test_an_absent_server_of_ours_joins_as_one(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, may_stage: bool
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = _ours()
     found = FoundServers(absent={server.url: "ConnectError"})
-    joining = examine(configure(server.url), found, server.url, may_stage=may_stage)
-    assert joining == JoiningServer(server.url, may_stage, None)
-    assert found.ours == {server.url}
+    assert examine(configure(server.url), found, server.url) == ServerKind(is_ours=True)
+    assert found.kinds == {server.url: ServerKind(is_ours=True)}
 
 
 def test_an_absent_server_must_pass_the_checks_of_a_start(
@@ -177,7 +177,7 @@ def test_an_absent_server_must_pass_the_checks_of_a_start(
 ) -> None:
     monkeypatch.setattr(servers, "_JOIN_S", 0.5)
     stock, found = server.on_get, FoundServers(names={"one": "http://127.0.0.1:1"})
-    look = partial(examine, found=found, base_url=server.url, may_stage=True)
+    look = partial(examine, found=found, base_url=server.url)
     server.on_get = lambda call: Answer(status=503, body=b"loading")
     assert look(configure(server.url)) is None, "it is asked again"
     server.on_get = _ours()
@@ -255,7 +255,7 @@ def test_a_server_that_cannot_resume_is_refused_where_it_must(
         server.on_get = _ours(**info)
     config = configure(server.url, sync={"on_pending": "resume"})
     if told is None:
-        assert wait_for_servers(config, SingleRank()).ours == {server.url}
+        assert wait_for_servers(config, SingleRank()).kinds == {server.url: ServerKind(is_ours=True)}
         return
     with pytest.raises(ConfigError, match=f"on_pending: resume needs .*got {server.url}, .*{told}"):
         wait_for_servers(config, SingleRank())
@@ -290,12 +290,12 @@ def test_a_plain_vllm_is_found_with_the_name_that_it_is_asked_by(
         Answer(body=json.dumps(answers[call.path]).encode()) if call.path in answers else Answer(status=404)
     )
     found = wait_for_servers(configure(server.url), SingleRank())
-    assert (found.ours, found.chat_models) == (set(), {server.url: "tiny"})
+    assert found.kinds == {server.url: ServerKind(chat_model="tiny")}
 
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_vllm_without_the_routes_of_a_round_is_refused_with_the_line_to_start_it_by(
+def test_vllm_without_the_routes_for_weights_is_refused_with_the_line_to_start_it_by(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: (
@@ -384,6 +384,52 @@ def test_hosts_with_different_files_are_told_the_setting_and_both_values() -> No
     )
 
 
+# --- samples -----------------------------------------------------------------------------------------
+
+
+def test_a_pack_must_hold_a_prompt_and_its_answer(
+    configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    sample = sample_of(rows[0])
+    num_prompt = len(encoder.encode_prompt(sample).token_ids)
+    needed = num_prompt + 100
+    fits, short = (configure("http://127.0.0.1:9", packing_length=length) for length in (needed, needed - 1))
+    check_samples(fits, encoder, make_task(), [sample])
+    with pytest.raises(ConfigError) as caught:
+        check_samples(short, encoder, make_task(), [sample])
+    assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
+    assert f"write packing_length: {needed} or more" in str(caught.value)
+
+
+def test_another_dialect_than_channel_as_is_refused(
+    configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
+        check_samples(configure("http://127.0.0.1:9"), encoder, make_task("object_map"), [sample_of(rows[0])])
+
+
+def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    spoilt: list[dict[str, Any]] = [
+        {**row, "images": ["/nowhere/a.png"]} if number % 2 else {**row, "objects": None}
+        for number, row in enumerate(rows[:8])
+    ]
+    spoilt[3], spoilt[6] = rows[3], rows[6]
+    samples = usable_samples(spoilt, seed=1, encoder=encoder, task=make_task())
+    assert {sample.key.index for sample in samples} == {3, 6}
+    assert [sample.key for sample in samples] == [
+        sample.key for sample in usable_samples(spoilt, seed=1, encoder=encoder, task=make_task())
+    ], "all ranks look at the same samples"
+
+
+def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder: Encoder) -> None:
+    rows = [{"messages": [], "objects": None}] * 5
+    with pytest.raises(
+        DatasetError,
+        match=r"got none among num_rows=5, the first \(a row of no local JSONL\) because: a row needs objects=",
+    ):
+        usable_samples(rows, seed=1, encoder=encoder, task=make_task())
+
+
 # --- a whole run -------------------------------------------------------------------------------------
 
 
@@ -410,14 +456,14 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     try:
         again.resume(lambda: state)
         channel_b = channel_bs[1]
-        assert channel_b.clock.current == 2
+        assert (channel_b.clock.current, channel_b.schedule.next_version) == (2, 3)
         assert channel_b.evaluation is None, "evaluations are off by default"
-        assert not channel_b.fence.is_open, "the first round opens it"
+        assert channel_b.client.busy() == set(), "the first proof opens a fence"
         assert channel_b.source.draw(3) == outstanding
     finally:
         again.close()
         again.close()
-    assert server.infer_calls == [], "nothing is inferred before a round"
+    assert server.infer_calls == [], "nothing is inferred before a proof"
 
 
 @pytest.mark.slow
