@@ -14,12 +14,11 @@ import pytest
 import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from free_port import free_port
-from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
+from real_model import make_encoder, make_template, tiny_model
 
 from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.checks import checks, servers
-from swift_stage2.checks.samples import check_samples, usable_samples
 from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
@@ -382,52 +381,6 @@ def test_hosts_with_different_files_are_told_the_setting_and_both_values() -> No
         _told_of(*two_differ)
         == f"{every}rollout.servers=[0] on rank 0 and [1] on rank 1 (1 more differ){remedy}"
     )
-
-
-# --- samples -----------------------------------------------------------------------------------------
-
-
-def test_a_pack_must_hold_a_prompt_and_its_answer(
-    configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    sample = sample_of(rows[0])
-    num_prompt = len(encoder.encode_prompt(sample).token_ids)
-    needed = num_prompt + 100
-    fits, short = (configure("http://127.0.0.1:9", packing_length=length) for length in (needed, needed - 1))
-    check_samples(fits, encoder, make_task(), [sample])
-    with pytest.raises(ConfigError) as caught:
-        check_samples(short, encoder, make_task(), [sample])
-    assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
-    assert f"write packing_length: {needed} or more" in str(caught.value)
-
-
-def test_another_dialect_than_channel_as_is_refused(
-    configure: Callable[..., Stage2Config], encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
-        check_samples(configure("http://127.0.0.1:9"), encoder, make_task("object_map"), [sample_of(rows[0])])
-
-
-def test_bad_rows_are_no_reason_not_to_start(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    spoilt: list[dict[str, Any]] = [
-        {**row, "images": ["/nowhere/a.png"]} if number % 2 else {**row, "objects": None}
-        for number, row in enumerate(rows[:8])
-    ]
-    spoilt[3], spoilt[6] = rows[3], rows[6]
-    samples = usable_samples(spoilt, seed=1, encoder=encoder, task=make_task())
-    assert {sample.key.index for sample in samples} == {3, 6}
-    assert [sample.key for sample in samples] == [
-        sample.key for sample in usable_samples(spoilt, seed=1, encoder=encoder, task=make_task())
-    ], "all ranks look at the same samples"
-
-
-def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder: Encoder) -> None:
-    rows = [{"messages": [], "objects": None}] * 5
-    with pytest.raises(
-        DatasetError,
-        match=r"got none among num_rows=5, the first \(a row of no local JSONL\) because: a row needs objects=",
-    ):
-        usable_samples(rows, seed=1, encoder=encoder, task=make_task())
 
 
 # --- a whole run -------------------------------------------------------------------------------------

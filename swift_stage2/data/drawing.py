@@ -66,7 +66,7 @@ def gallery_image(
 
 
 def draw(drawing: Drawing, path: str, size: tuple[int, int], similarity: str) -> Image.Image:
-    """The picture with a legend. ``size``: width and height that places are measured in; ``similarity``: what pairs have.
+    """The picture with a legend. ``size``: width and height that places are measured in; ``similarity``: of pairs.
 
     Raises:
         SampleError, OSError and whatever else decoders raise: the image cannot be read.

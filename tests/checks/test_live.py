@@ -13,12 +13,12 @@ from doctor_run import Report, not_ok
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner
 from stopped_process import stop_process
-from swift_stage2.weights.waited_updates import WaitedUpdates
 
 from swift_stage2 import wire
 from swift_stage2.checks import servers
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
