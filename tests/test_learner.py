@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from free_port import free_port
-from two_rank_learner import SCENARIOS
+from two_rank_learner import SCENARIOS, URL
 
 _PROGRAM = Path(__file__).with_name("two_rank_learner.py")
 
@@ -123,34 +123,28 @@ def test_a_canary_that_fails_on_one_rank_raises_the_same_on_both_before_anything
     ] * 2
 
 
-def test_a_server_that_dies_in_a_round_leaves_the_version_and_closes_the_fence(
+def test_a_server_that_fails_in_a_push_leaves_the_version_and_is_asked_by_no_rank(
     results: list[dict[str, Any]],
 ) -> None:
     for result in results:
         scenario = result["server_dies"]
-        assert scenario["rounds"][:2] == [[0, 1, [0]], [3, 2, []]]
-        assert len(scenario["rounds"]) == 2  # nothing pending, no retry before it answers again
-        assert scenario["open"] == [True] * 3 + [False] * 7
+        assert scenario["rounds"] == [[0, 1, [0]], [3, 2, []]], "no retry before it answers again"
+        assert scenario["versions"] == [[1]] * 3 + [[0]] * 7
         assert {step[3] for step in scenario["steps"]} == {1}
         assert [step[1] for step in scenario["steps"]] == ["A"] * 10
-        assert scenario["proven"] == []
+        assert scenario["asked"] == []
 
 
 def test_what_one_rank_suspects_no_rank_asks(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["one_rank_suspects"]["open"] == [True, True, False, False]
-        assert result["one_rank_suspects"]["proven"][2:] == [[], []]
+        assert result["one_rank_suspects"]["asked"] == [[URL], [URL], [], []]
 
 
-def test_a_loss_that_the_probe_of_rank_zero_finds_withdraws_the_server_on_both(
-    results: list[dict[str, Any]],
-) -> None:
+def test_a_loss_that_rank_zero_finds_withdraws_the_server_on_both(results: list[dict[str, Any]]) -> None:
     for result in results:
-        scenario = result["probe_finds_a_loss"]
-        assert scenario["open"] == [True, True, False, False]
-        assert scenario["proven"][2:] == [[], []]
-        assert scenario["distrusted"] == [0]
-        assert scenario["targets"] == []  # suspect, until it answers again
+        assert result["a_loss_is_found"]["asked"] == [[URL], [URL], [], []]
+    assert results[0]["a_loss_is_found"]["distrusted"] == [0]
+    assert results[0]["a_loss_is_found"]["pushed"] == [[0, 1]], "nothing more until it answers again"
 
 
 def test_a_start_that_fails_on_one_rank_fails_on_both(results: list[dict[str, Any]]) -> None:
@@ -160,20 +154,26 @@ def test_a_start_that_fails_on_one_rank_fails_on_both(results: list[dict[str, An
     assert others.startswith("UserError: rank 1: ConfigError: a picture cannot be read: ")
 
 
-def test_a_rollout_in_flight_delays_the_round_and_never_a_step(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        scenario = result["busy_rank"]
-        assert [step[0] for step in scenario["steps"]] == list(range(7))
-        assert [step for step, _, _ in scenario["rounds"]] == [0, 6]
-
-
-def test_both_channels_train_while_a_round_is_in_transfer_and_its_version_counts_from_the_step_after_its_end(
+def test_a_rollout_in_flight_delays_the_push_to_a_server_that_must_be_drained_and_never_a_step(
     results: list[dict[str, Any]],
 ) -> None:
+    """Barrier, sync, barrier, infer: it is asked again once it has proven the weights that are the newest by then."""
     for result in results:
-        scenario = result["round_beside_training"]
+        scenario = result["busy_rank"]
+        assert [step[0] for step in scenario["steps"]] == list(range(9))
+        assert scenario["rounds"] == [[0, 1, [0]], [8, 3, [0]]]
+        assert scenario["begun"] == 3, "the one that was due at 4 took the place of the one of 2"
+        assert scenario["asked"] == [[URL]] * 2 + [[]] * 6 + [[URL]]
+
+
+def test_both_channels_train_while_weights_are_pushed_and_their_version_counts_from_the_step_after_the_proof(
+    results: list[dict[str, Any]],
+) -> None:
+    """A server of ours is asked all the while, also where a rollout of rank 1 is in flight."""
+    for result in results:
+        scenario = result["push_beside_training"]
         assert scenario["in_transfer"] == [False, False, True, True, True, True, False, False]
-        assert scenario["open"] == [False, False, False, True, True, True]
+        assert scenario["asked"] == [[URL]] * 6
         assert scenario["versions"] == [1, 1, 1, 2, 2, 2]
         assert [step[3] for step in scenario["steps"]] == [1] * 6 + [2] * 2
         trained = ["A", "A", "B", "B", "B", "B", "A", "A"]
@@ -181,30 +181,18 @@ def test_both_channels_train_while_a_round_is_in_transfer_and_its_version_counts
         assert scenario["rounds"] == [[0, 1, [0]], [5, 2, [0]]]
 
 
-def test_a_staged_round_waits_for_no_rollout_and_leaves_the_fence_open(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        scenario = result["staged_round"]
-        assert scenario["in_transfer"] == [False, False, True, True, True, False]
-        assert scenario["open"] == [True] * 4
-        assert scenario["versions"] == [1, 1, 2, 2]
-        assert scenario["rounds"] == [[0, 1, [0]], [4, 2, [0]]]
-
-
 def test_servers_that_were_absent_at_the_start_join_on_both_ranks_as_what_rank_zero_finds(
     results: list[dict[str, Any]],
 ) -> None:
-    """The one that stages takes the last round's weights; the stock one makes a round due, which takes in all."""
+    """Both take the version that is kept; the plain one, nowhere asked yet, is drained first all the same."""
     first, ours, plain = (f"http://127.0.0.1:{port}" for port in (9, 8, 7))
-    absent, caught_up = ["proven", "suspect", "suspect"], ["proven", "proven", "suspect"]
     for result in results:
         scenario = result["server_joins"]
-        assert scenario["states"] == [absent] * 4 + [caught_up, ["proven"] * 3]
-        assert scenario["watched"] == [[ours, plain]] * 4 + [[plain], []]
-        assert scenario["catching_up"] == [False, False, False, True, False, False]
-        assert scenario["chat_models"] == {plain: "tiny"}
-        assert scenario["proven"] == [first, ours, plain]
-        assert scenario["rounds"] == [[0, 1, [0]], [4, 1, [1]], [5, 2, [0, 1, 2]]]
-        assert scenario["can_stage"] == [True, True, False]
+        assert scenario["versions"] == [[1, 0, 0]] * 3 + [[1, 1, 0]] + [[1, 1, 1]] * 3
+        assert scenario["kinds"] == {first: [True, None], ours: [True, None], plain: [False, "tiny"]}
+        assert scenario["asked"] == [first, ours, plain]
+        assert scenario["rounds"] == [[0, 1, [0]], [4, 1, [1, 2]]]
+        assert scenario["watched"] == []
 
 
 def test_a_stop_asked_on_one_rank_is_taken_by_both_at_the_same_step(results: list[dict[str, Any]]) -> None:
@@ -215,28 +203,19 @@ def test_a_stop_asked_on_one_rank_is_taken_by_both_at_the_same_step(results: lis
 # --- evaluation: rank 0 has its four answers at once, rank 1 when the scenario says so -------------------
 
 
-def test_an_evaluation_holds_the_round_until_every_rank_is_finished(results: list[dict[str, Any]]) -> None:
+def test_an_evaluation_holds_the_version_until_every_rank_is_finished(results: list[dict[str, Any]]) -> None:
     for result in results:
         scenario = result["evaluation_ends"]
         assert scenario["evaluations"] == [[4, 4, 7, 1, "complete", 7]]
-        assert scenario["rounds"] == [0, 8], "due at 5, held until rank 1 was finished"
+        assert scenario["begun"] == [0, 8], "due at 5, held until rank 1 was finished"
         assert scenario["versions"] == [1, 2], "the one that fell due at 8 has the new version"
 
 
-def test_an_evaluation_is_cut_short_where_a_round_can_wait_no_longer(results: list[dict[str, Any]]) -> None:
+def test_an_evaluation_is_cut_short_where_a_version_can_wait_no_longer(results: list[dict[str, Any]]) -> None:
     for result in results:
         scenario = result["evaluation_is_cut"]
         assert scenario["evaluations"] == [[4, 4, 7, 1, "round_due", 5]]
-        assert scenario["rounds"] == [0, 7], "due at 5, two steps later at most"
-
-
-def test_an_evaluation_holds_only_the_install_of_a_staged_round(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        scenario = result["evaluation_beside_a_round"]
-        assert scenario["in_transfer"] == [5, 6, 7, 8], "it began when it was due"
-        assert scenario["evaluations"] == [[4, 4, 7, 1, "complete", 7]]
-        assert scenario["rounds"] == [0, 8], "servers installed once the evaluation had ended"
-        assert scenario["versions"] == [1, 2], "the one that fell due at 8 has the new version"
+        assert scenario["begun"] == [0, 7], "due at 5, two steps later at most"
 
 
 def test_an_evaluation_ends_with_the_last_server_and_begins_with_none(results: list[dict[str, Any]]) -> None:
@@ -255,7 +234,7 @@ def test_an_evaluation_ends_with_training(results: list[dict[str, Any]]) -> None
         assert result["evaluation_at_the_end"]["versions"] == [1]
 
 
-# --- the final evaluation: six steps, an evaluation at 4 and a round at 3; the last one trains at 5 ------
+# --- the final evaluation: six steps, an evaluation at 4 and a version at 3; the last one trains at 5 ------
 
 
 def test_the_final_weights_are_proven_and_evaluated_once_and_nothing_is_produced(
@@ -263,7 +242,7 @@ def test_the_final_weights_are_proven_and_evaluated_once_and_nothing_is_produced
 ) -> None:
     for result in results:
         scenario = result["final"]
-        assert scenario["rounds"] == [[0, 1], [3, 2], [6, 3]]
+        assert scenario["begun"] == [6, 3]
         assert scenario["evaluations"] == [[4, 4, 5, 2, "training_ends", 0], [6, 6, 6, 3, "complete", 8]]
         assert (scenario["demanded"], scenario["warnings"], scenario["was_once"]) == ([0], [], True)
 
@@ -274,13 +253,13 @@ def test_what_runs_when_training_ends_early_is_cut_for_the_final_weights(
     for result in results:
         scenario = result["final_after_an_early_end"]
         assert scenario["evaluations"] == [[4, 4, 5, 2, "training_ends", 0], [5, 5, 5, 3, "complete", 8]]
-        assert scenario["rounds"] == [[0, 1], [3, 2], [5, 3]]
+        assert scenario["begun"] == [5, 3]
 
 
 def test_without_a_server_the_final_weights_are_a_warning(results: list[dict[str, Any]]) -> None:
     for result in results:
         scenario = result["final_without_server"]
-        assert scenario["rounds"] == [[0, 1], [3, 2], [6, 3]]
+        assert scenario["begun"] == [6, 3]
         assert scenario["versions"] == [2]
         (warning,) = scenario["warnings"]
         assert "got none began and 0 proven" in warning

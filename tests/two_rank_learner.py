@@ -1,7 +1,7 @@
 """One rank of a real two-process gloo job around the real learner; started by ``test_learner.py``.
 
-Queue, fence, clock, gate, round schedule, control group and sample source are real; production and servers are
-stand-ins whose moments the scenario chooses. Prints one JSON object.
+Queue, rollout client with its fences, clock, gate, schedule, updates, control group and sample source are real;
+production, health check and pushes are stand-ins whose moments the scenario chooses. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -9,41 +9,42 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from detection_task import make_task
 from stand_in_canary import StandInCanary
-from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import JoiningServer, SuspectProbe
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
 
-from swift_stage2 import wire
 from swift_stage2.channel_b.ready_queue import ReadyQueue
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
-from swift_stage2.errors import ConfigError, ServerFault, Stage2Error
+from swift_stage2.config import DecodingConfig
+from swift_stage2.config.rollout import SyncConfig
+from swift_stage2.errors import ConfigError, Stage2Error, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import EvaluationCounts, ServerReport
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.version_schedule import VersionSchedule
 from swift_stage2.scheduling.watches import TruncationGuard
+from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
 from swift_stage2.telemetry.event_log import EventLog
-from swift_stage2.weights import push as server_push
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.publisher import PushResult
+from swift_stage2.weights.snapshots import Snapshots
+from swift_stage2.weights.updates import Updates
 
 URL = "http://127.0.0.1:9"  # nothing listens on the discard port
 RANK = int(os.environ.get("RANK", "0"))
+OURS = ServerKind(is_ours=True)
 
 
 @dataclass
@@ -71,29 +72,60 @@ class StandInPipeline:
 
 
 @dataclass
-class StandInClient:
-    suspects: dict[str, str] = field(default_factory=dict)
-    num_unsettled: int = 0
-    proven: list[str] = field(default_factory=list)
-    chat_models: dict[str, str] = field(default_factory=dict)
+class StandInPublisher:
+    """Every push is proven by rank 0's next look, apart from ``dead`` versions and from those that are held."""
 
-    def learn_chat_model(self, base_url: str, chat_model: str) -> None:
-        self.chat_models[base_url] = chat_model
+    dead: frozenset[int] = frozenset()
+    is_held: bool = False
+    lost: tuple[int, ...] = ()
+    pushed: list[tuple[int, int]] = field(default_factory=list)
+    """Server and version."""
+    distrusted: list[int] = field(default_factory=list)
+    results: list[tuple[int, PushResult]] = field(default_factory=list)
 
-    def set_proven(self, servers: Any, *, drained: bool) -> None:
-        self.proven = list(servers)
-        self.suspects = {}
+    def push(self, server: int, spec: Any, snapshot: Any) -> None:
+        version = spec.identity.version
+        self.pushed.append((server, version))
+        try:
+            snapshot.describe(spec.identity)
+        except WeightSyncError as error:
+            self.results.append((server, PushResult(learner_fault=str(error))))
+            return
+        report = ServerReport(version not in self.dead, None, "checksums", 0, {})
+        self.results.append((server, PushResult(report)))
 
-    def expect_round(self, round_id: str, version: int) -> None: ...
+    def take_results(self) -> list[tuple[int, PushResult]]:
+        results = [] if self.is_held else self.results
+        self.results = self.results if self.is_held else []
+        return results
 
-    def clear_suspicion(self, servers: Any) -> None: ...
+    def is_lost(self, server: int) -> bool:
+        return server in self.lost
 
-    def stop_requests(self, servers: Any) -> None:
-        self.proven = [url for url in self.proven if url not in servers]
+    def lost_servers(self) -> tuple[int, ...]:
+        return self.lost
 
-    def request_stop(self) -> None: ...
+    def distrust(self, server: int) -> None:
+        self.distrusted.append(server)
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def confirm(self, version: int) -> None: ...
+
+    def revive(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class StandInHealth(HealthCheck):
+    """Says what the scenario lets it hear."""
+
+    def start(self) -> None: ...
+
+    def hears(self, server: int, kind: ServerKind) -> None:
+        self._joining.append(JoiningServer(server, kind))
+        self._answering.add(server)
 
 
 @dataclass
@@ -151,32 +183,6 @@ class Events:
         )
 
 
-class ProvingSync(WeightSync):
-    """Every push is proven, except at the rounds named, where the real push meets a dead server.
-
-    A round ends in the step at which it began, except in the scenario that keeps it.
-    """
-
-    dead_rounds: frozenset[int] = frozenset()
-    num_rounds = 0
-    ends_at_once = True
-
-    def begin(self, version: int, targets: Any, **terms: Any) -> None:
-        super().begin(version, targets, **terms)
-        if self._round is not None and self.ends_at_once:
-            self._courier.wait(20.0)
-
-    def _outcome(self) -> Any:
-        round_ = self._round
-        outcome = super()._outcome()
-        self.num_rounds += 1
-        if self.num_rounds in self.dead_rounds or outcome.learner_fault:
-            return outcome
-        self._kept = round_ if outcome.ended and not outcome.is_catch_up else self._kept
-        proven = ServerReport(True, None, "checksums", 0, {}, "incarnation")
-        return replace(outcome, reports=dict.fromkeys(outcome.reports, proven))
-
-
 def build(
     *,
     packs: int,
@@ -184,58 +190,67 @@ def build(
     continue_on_failure: bool = False,
     sync_every: int = 1000,
     evaluation: tuple[EvaluationSchedule, StandInPart] | None = None,
-    transport: Any = None,
     is_staging: bool = False,
     final_evaluation_s: float = 0.0,
     absent: Sequence[str] = (),
-    **sync_parts: Any,
+    dead: Collection[int] = (),
+    **snapshot_parts: Any,
 ) -> Any:
+    """Two ranks' learner before one server, of ours if it ``is_staging``, and ``absent`` ones; a version pushed there
+    that is ``dead`` fails."""
     control = join_control_group(30.0)
     queue: Any = ReadyQueue(16, window)
     for _ in range(packs):
         queue.offer(StandInPack(version=1), current_version=1)
     module = torch.nn.Linear(2, 2)
-    sync_parts = {
-        "export": WeightExport(module),
-        "canary": StandInCanary(),
-        "courier": ThreadCourier(
-            [ServerEndpoint(url, 10) for url in (URL, *absent)], lambda info: transport or OpenTransport()
-        ),
-        **sync_parts,
-    }
-    sync = ProvingSync(
+    snapshots = Snapshots(
         control=control,
         run_id="run",
         timeout_s=20.0,
         bucket_mib=1,
-        **sync_parts,
+        **{"export": WeightExport(module), "canary": StandInCanary(), **snapshot_parts},
     )
     events, pinned = Events(), None
     if evaluation is not None:
         schedule, part = evaluation
         pinned = PinnedEvaluation(schedule, part, control=control, record=events.record_evaluation)  # type: ignore[arg-type]
-    fence, client, pipeline = InferFence(start_closed=True), StandInClient(), StandInPipeline()
+    urls = [URL, *absent]
+    updates = Updates(
+        [
+            ServerLife(
+                1,
+                64,
+                stages=is_staging and url == URL,
+                state=LifeState.AWAY if url in absent else LifeState.READY,
+            )
+            for url in urls
+        ],
+        snapshots=snapshots,
+        publisher=StandInPublisher(dead=frozenset(dead)),  # type: ignore[arg-type]
+        health=StandInHealth(base_urls=urls, api_key=None),
+        sync=SyncConfig(timeout_s=20.0),
+        straggler_s=20.0,
+        sync_every_steps=sync_every,
+    )
     channel_b = ChannelB(
         source=SampleSource([{}] * 4, make_task(), rank=RANK, world_size=2, seed=0),
-        client=client,  # type: ignore[arg-type]
+        client=RolloutClient(
+            urls,
+            decoding=DecodingConfig(),
+            request_timeout_s=1.0,
+            run_seed=0,
+            rank=RANK,
+            world_size=2,
+            kinds={URL: OURS} if is_staging else {},
+        ),
         queue=queue,
-        pipeline=pipeline,  # type: ignore[arg-type]
-        fence=fence,
+        pipeline=StandInPipeline(),  # type: ignore[arg-type]
         clock=VersionClock(),
         guard=TruncationGuard(1.0),
-        rounds=RoundSchedule(
-            1 + len(absent),
-            sync_every,
-            backoff_steps=1,
-            max_backoff_steps=64,
-            staging=[0] if is_staging else (),
-            absent=range(1, 1 + len(absent)),
-        ),
-        sync=sync,
-        probe=SuspectProbe(rank=RANK, api_key=None),
-        abort=PendingAbort(enabled=False, rank=RANK, api_key=None, run_id="run"),
-        run_id="run",
-        base_urls=[URL, *absent],
+        schedule=VersionSchedule(sync_every),
+        snapshots=snapshots,
+        updates=updates if RANK == 0 else None,
+        base_urls=urls,
         max_inflight_per_server=8,
         min_ready_tokens=0,
         continue_on_failure=continue_on_failure,
@@ -251,6 +266,11 @@ def build(
         channel_b=channel_b,
     )
     return learner, channel_b, events, module
+
+
+def asked(b: ChannelB) -> list[str]:
+    """Servers that this rank would ask now."""
+    return [url for url, server in b.client._servers.items() if server.is_open]
 
 
 def uneven_queues() -> dict[str, Any]:
@@ -293,16 +313,10 @@ def log_fails() -> dict[str, Any]:
 
 
 def evaluating(
-    num_steps: int,
-    *,
-    sync_every: int,
-    delay: int,
-    last_step: int = 1000,
-    is_staging: bool = False,
-    **script: Any,
+    num_steps: int, *, sync_every: int, delay: int, last_step: int = 1000, **script: Any
 ) -> dict[str, Any]:
     """Evaluations fall due at every fourth step. ``script`` (step → change) happens after that step, on rank 1 only;
-    rank 0 has its answers at once. A staged round ends in the step behind the one in which its servers may install."""
+    rank 0 has its answers at once."""
     part = StandInPart()
     schedule = EvaluationSchedule(every_steps=4, max_round_delay_steps=delay, last_step=last_step)
     learner, b, events, _ = build(
@@ -310,23 +324,19 @@ def evaluating(
         sync_every=sync_every,
         continue_on_failure=True,
         evaluation=(schedule, part),
-        is_staging=is_staging,
+        is_staging=True,
     )
-    b.sync.ends_at_once = not is_staging
-    with stock_sessions() if is_staging else nullcontext():
-        for step in range(num_steps):
-            learner.begin_step(step, 1)
-            if RANK == 0 and not part.is_finished:
-                part.num_answered, part.is_finished = 4, True
-            if RANK == 1:
-                script.get(f"after_{step}", lambda learner, b, part: None)(learner, b, part)
-            round_ = b.sync._round
-            if RANK == 0 and is_staging and round_ is not None and not round_.held:
-                b.sync._courier.wait(20.0)
+    begun = []
+    for step in range(num_steps):
+        learner.begin_step(step, 1)
+        begun.append(b.schedule.begun_step)
+        if RANK == 0 and not part.is_finished:
+            part.num_answered, part.is_finished = 4, True
+        if RANK == 1:
+            script.get(f"after_{step}", lambda learner, b, part: None)(learner, b, part)
     return {
         "evaluations": events.evaluations,
-        "rounds": [step for step, _, _ in events.rounds],
-        "in_transfer": [step for step, is_in in enumerate(events.in_transfer) if is_in],
+        "begun": sorted(set(begun)),
         "versions": part.versions,
         "unfinished": learner.checkpoint(step=num_steps, save_id="s")["unfinished_evaluation"],
     }
@@ -336,7 +346,7 @@ def final_evaluation(
     *,
     seconds: float = 20.0,
     num_steps: int = 6,
-    dead_rounds: frozenset[int] = frozenset(),
+    dead: Collection[int] = (),
     after_agreement: Any = None,
 ) -> dict[str, Any]:
     """After six steps, or fewer, of which the last one trains at 5. Rank 0 has its answers at once; rank 1 after five
@@ -347,8 +357,9 @@ def final_evaluation(
         sync_every=3,
         evaluation=(EvaluationSchedule(every_steps=4, max_round_delay_steps=2, last_step=5), part),
         final_evaluation_s=seconds,
+        is_staging=True,
+        dead=dead,
     )
-    b.sync.dead_rounds = dead_rounds
     agreements = iter(range(1_000_000))
 
     def observe(view: Any) -> None:
@@ -367,7 +378,7 @@ def final_evaluation(
     learner.evaluate_final(num_steps)
     return {
         "evaluations": events.evaluations,
-        "rounds": [(step, version) for step, version, _ in events.rounds],
+        "begun": [b.schedule.begun_step, b.schedule.begun],
         "versions": part.versions,
         "warnings": events.warnings,
         "demanded": sorted(demanded),
@@ -384,7 +395,7 @@ def answer_one(learner: Any, b: Any, part: StandInPart) -> None:
 
 
 def lose_the_server(learner: Any, b: Any, part: StandInPart) -> None:
-    b.client.suspects[URL] = "connection lost"
+    b.client.mark_suspect(URL, "connection lost")
 
 
 def stop(learner: Any, b: Any, part: StandInPart) -> None:
@@ -396,42 +407,16 @@ def export_fails() -> dict[str, Any]:
     if RANK == 0:
         with torch.no_grad():
             module.weight[0, 0] = float("nan")
-    return one_round(learner, b)
+    return first_version(learner, b)
 
 
-class StockSession(server_push.ServerSession):
-    """A server that answers everything."""
-
-    def info(self, deadline: Any) -> Any:
-        return wire.ServerInfo(stock=True)
-
-    def get(self, path: str, deadline: Any, **_: Any) -> Any:
-        if path == wire.WEIGHT_SUMS:
-            raise ServerFault("no such route", status=404)
-        return {"keys": [], "world_size": 1}
-
-    def post(self, path: str, body: Any, deadline: Any) -> Any:
-        return {"message": "status: True"}
-
-
-@contextmanager
-def stock_sessions() -> Iterator[None]:
-    real_session = server_push.ServerSession
-    server_push.ServerSession = StockSession  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        server_push.ServerSession = real_session  # type: ignore[misc]
-
-
-def one_round(learner: Learner, b: ChannelB) -> dict[str, Any]:
-    """The first step's round."""
+def first_version(learner: Learner, b: ChannelB) -> dict[str, Any]:
+    """The first step, which waits for the first version."""
     error = None
-    with stock_sessions():
-        try:
-            learner.begin_step(0, 1)
-        except Stage2Error as raised:
-            error = f"{type(raised).__name__}: {raised}"
+    try:
+        learner.begin_step(0, 1)
+    except Stage2Error as raised:
+        error = f"{type(raised).__name__}: {raised}"
     return {"error": error, "version": b.clock.current}
 
 
@@ -458,7 +443,7 @@ class GatheredExport(WeightExport):
 
 
 class BrokenCanary(StandInCanary):
-    def answer(self) -> None:
+    def answer(self) -> Any:
         raise RuntimeError("no memory")
 
 
@@ -474,56 +459,40 @@ def gathered(
     export.fails_at = [str(fails_at)]
     canary = BrokenCanary() if broken_canary and RANK == 1 else StandInCanary()
     learner, b, _events, _ = build(packs=0, export=export, canary=canary)
-    return one_round(learner, b) | {"num_gathers": export.num_gathers}
-
-
-class OpenTransport(WeightTransport):
-    def open(self, *_: object) -> str:
-        return "test"
-
-    def carry(self, *_: object) -> None: ...
-
-    def is_lost(self) -> bool:
-        return False
-
-    def close(self, deadline: Any) -> None: ...
+    return first_version(learner, b) | {"num_gathers": export.num_gathers}
 
 
 def server_dies() -> dict[str, Any]:
-    learner, b, events, _ = build(packs=0, sync_every=3)
-    b.sync.dead_rounds = frozenset({2})
-    opens = []
+    learner, b, events, _ = build(packs=0, sync_every=3, is_staging=True, dead=[2])
+    versions = []
     for step in range(10):
         learner.begin_step(step, 1)
-        opens.append(b.fence.is_open)
-    return {"steps": events.steps, "rounds": events.rounds, "open": opens, "proven": b.client.proven}
+        versions.append(list(learner._versions.asked))
+    return {"steps": events.steps, "rounds": events.rounds, "versions": versions, "asked": asked(b)}
 
 
 def one_rank_suspects() -> dict[str, Any]:
     learner, b, _events, _ = build(packs=0)
-    opens, proven = [], []
+    found = []
     for step in range(4):
         learner.begin_step(step, 1)
-        opens.append(b.fence.is_open)
-        proven.append(list(b.client.proven))
+        found.append(asked(b))
         if step == 1 and RANK == 1:
-            b.client.suspects[URL] = "connection lost"
-    return {"open": opens, "proven": proven}
+            b.client.mark_suspect(URL, "connection lost")
+    return {"asked": found}
 
 
-def probe_finds_a_loss() -> dict[str, Any]:
+def a_loss_is_found() -> dict[str, Any]:
     """The connection of rank 0 to the server breaks after step 1; no rollout client has noticed."""
     learner, b, _events, _ = build(packs=0)
-    opens, proven, distrusted = [], [], []
-    b.sync.distrust = distrusted.extend
+    found = []
     for step in range(4):
         learner.begin_step(step, 1)
-        opens.append(b.fence.is_open)
-        proven.append(list(b.client.proven))
-        if step == 1 and RANK == 0:
-            b.probe.find_lost = lambda: (0,)
-            b.probe._look_for_lost()
-    return {"open": opens, "proven": proven, "distrusted": distrusted, "targets": b.rounds.targets(4)}
+        found.append(asked(b))
+        if step == 1 and b.updates is not None:
+            b.updates._publisher.lost = (0,)
+    publisher = b.updates._publisher if b.updates is not None else StandInPublisher()
+    return {"asked": found, "distrusted": publisher.distrusted, "pushed": publisher.pushed}
 
 
 def start_fails_on_one_rank() -> dict[str, Any]:
@@ -550,111 +519,64 @@ def held(fence: InferFence) -> Iterator[None]:
     fence.leave()
 
 
-def busy_rank_delays_only_the_round() -> dict[str, Any]:
+def busy_rank() -> dict[str, Any]:
+    """A server that must be drained; rank 1 has a rollout in flight there through steps 2 to 5."""
     learner, b, events, _ = build(packs=0, sync_every=2)
+    found = []
+    fence = b.client._servers[URL].fence
+    for step in range(9):
+        if step == 2 and RANK == 1:
+            fence.enter()
+        if step == 6:
+            b.schedule.sync_every_steps = 1000  # no version after the third
+        if step == 6 and RANK == 1:
+            fence.leave()
+        learner.begin_step(step, 1)
+        found.append(asked(b))
+    return {"steps": events.steps, "rounds": events.rounds, "asked": found, "begun": b.schedule.begun}
+
+
+def push_beside_training() -> dict[str, Any]:
+    """The push of the second version goes on through steps 2, 3 and 4, while packs of the first version train."""
+    learner, b, events, _ = build(packs=0, window=0, sync_every=2, is_staging=True)
     learner.begin_step(0, 1)
     learner.begin_step(1, 1)
-    holder = held(b.fence) if RANK == 1 else nullcontext()
-    with holder:
-        for step in range(2, 6):
+    versions, found = [], []
+    for step in range(2, 8):
+        b.queue.offer(StandInPack(version=1), current_version=b.clock.current)
+        if b.updates is not None:
+            b.updates._publisher.is_held = step < 5
+        with held(b.client._servers[URL].fence) if RANK == 1 else nullcontext():
             learner.begin_step(step, 1)
-    learner.begin_step(6, 1)
-    return {"steps": events.steps, "rounds": events.rounds}
-
-
-class HeldTransport(OpenTransport):
-    def __init__(self, let_go: threading.Event) -> None:
-        self._let_go = let_go
-
-    def carry(self, *_: object) -> None:
-        if not self._let_go.wait(20.0):
-            raise ServerFault("nobody let go")
-
-
-def round_beside_training() -> dict[str, Any]:
-    """Rank 0's push of the second round is held through steps 2, 3 and 4, while packs of the first version train."""
-    let_go = threading.Event()
-    let_go.set()
-    learner, b, events, _ = build(packs=0, window=0, sync_every=2, transport=HeldTransport(let_go))
-    with stock_sessions():
-        learner.begin_step(0, 1)
-        learner.begin_step(1, 1)
-        let_go.clear()
-        b.sync.ends_at_once = False
-        opens, versions = [], []
-        for step in range(2, 8):
-            b.queue.offer(StandInPack(version=1), current_version=b.clock.current)
-            if step == 5 and RANK == 0:
-                let_go.set()
-                b.sync._courier.wait(20.0)
-            learner.begin_step(step, 1)
-            opens.append(b.fence.is_open)
-            versions.append(b.clock.current)
-            if step == 5:
-                b.rounds._sync_every_steps = 1000  # no third round
+        versions.append(b.clock.current)
+        found.append(asked(b))
+        b.schedule.sync_every_steps = 1000  # no third version
     return {
         "steps": events.steps,
         "rounds": events.rounds,
         "in_transfer": events.in_transfer,
-        "open": opens,
+        "asked": found,
         "versions": versions,
     }
 
 
-def staged_round_beside_a_rollout() -> dict[str, Any]:
-    """Rank 1 has a rollout in flight from before the round until after its end; the push is held through two steps."""
-    let_go = threading.Event()
-    let_go.set()
-    learner, b, events, _ = build(packs=0, sync_every=2, transport=HeldTransport(let_go), is_staging=True)
-    opens, versions = [], []
-    with stock_sessions():
-        learner.begin_step(0, 1)
-        learner.begin_step(1, 1)
-        let_go.clear()
-        b.sync.ends_at_once = False
-        with held(b.fence) if RANK == 1 else nullcontext():
-            for step in range(2, 6):
-                if step == 4 and RANK == 0:
-                    let_go.set()
-                    b.sync._courier.wait(20.0)
-                learner.begin_step(step, 1)
-                b.rounds._sync_every_steps = 1000  # no third round
-                opens.append(b.fence.is_open)
-                versions.append(b.clock.current)
-    return {"rounds": events.rounds, "in_transfer": events.in_transfer, "open": opens, "versions": versions}
-
-
 def server_joins() -> dict[str, Any]:
-    """Two servers were absent at the start. Rank 0 finds before step 2 that both answer; nobody else knows of it."""
+    """Two servers were absent at the start. Rank 0 hears of both before step 2; nobody else knows of it."""
     ours, plain = "http://127.0.0.1:8", "http://127.0.0.1:7"
-    let_go = threading.Event()
-    let_go.set()
-    learner, b, events, _ = build(
-        packs=0, is_staging=True, transport=HeldTransport(let_go), absent=[ours, plain]
-    )
-    states, watched, catching_up = [], [], []
-    with stock_sessions():
-        for step in range(6):
-            if step == 2 and RANK == 0:
-                let_go.clear()
-                b.probe._joining = [JoiningServer(ours, True, None), JoiningServer(plain, False, "tiny")]
-                b.probe._answering = frozenset([ours])
-            if step == 4 and RANK == 0:
-                let_go.set()
-                b.sync._courier.wait(20.0)
-                b.probe._answering = frozenset([plain])
-            learner.begin_step(step, 1)
-            states.append([str(state) for state in b.rounds.states()])
-            watched.append(list(b.probe._watched))
-            catching_up.append(b.rounds.catching_up)
+    learner, b, events, _ = build(packs=0, is_staging=True, absent=[ours, plain])
+    versions = []
+    for step in range(7):
+        if step == 2 and b.updates is not None:
+            b.updates._health.hears(1, OURS)
+            b.updates._health.hears(2, ServerKind(chat_model="tiny"))
+        learner.begin_step(step, 1)
+        versions.append(list(learner._versions.asked))
     return {
-        "states": states,
-        "watched": watched,
-        "catching_up": catching_up,
-        "chat_models": b.client.chat_models,
-        "proven": b.client.proven,
+        "versions": versions,
+        "kinds": {url: [b.client.stages(url), kind.chat_model] for url, kind in b.client._kinds.items()},
+        "asked": asked(b),
         "rounds": events.rounds,
-        "can_stage": [b.rounds.are_staging([server]) for server in range(3)],
+        "watched": sorted(b.updates._health._watched) if b.updates is not None else [],
     }
 
 
@@ -680,24 +602,20 @@ SCENARIOS = {
     "canary_fails": lambda: gathered(broken_canary=True),
     "server_dies": server_dies,
     "one_rank_suspects": one_rank_suspects,
-    "probe_finds_a_loss": probe_finds_a_loss,
+    "a_loss_is_found": a_loss_is_found,
     "start_fails": start_fails_on_one_rank,
-    "busy_rank": busy_rank_delays_only_the_round,
-    "round_beside_training": round_beside_training,
-    "staged_round": staged_round_beside_a_rollout,
+    "busy_rank": busy_rank,
+    "push_beside_training": push_beside_training,
     "server_joins": server_joins,
     "stop": stop_is_agreed,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
     "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),
-    "evaluation_beside_a_round": lambda: evaluating(
-        10, sync_every=5, delay=4, is_staging=True, after_6=finish
-    ),
     "evaluation_without_server": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_server),
     "evaluation_stopped": lambda: evaluating(7, sync_every=50, delay=2, after_5=stop),
     "evaluation_at_the_end": lambda: evaluating(9, sync_every=50, delay=2, last_step=8),
     "final": final_evaluation,
     "final_after_an_early_end": lambda: final_evaluation(num_steps=5),
-    "final_without_server": lambda: final_evaluation(dead_rounds=frozenset({3})),
+    "final_without_server": lambda: final_evaluation(dead=[3]),
     "final_too_slow": lambda: final_evaluation(seconds=0.5, after_agreement=answer_one),
     "final_stopped": lambda: final_evaluation(after_agreement=stop),
 }

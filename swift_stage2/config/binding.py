@@ -19,6 +19,9 @@ from swift_stage2.errors import ConfigError, closest
 
 S = TypeVar("S")
 _STRICT = ConfigDict(strict=True, extra="forbid")
+_GONE = {
+    "rollout.sync.fenced": "remove it: a server that can is asked on while weights arrive, any other is drained first"
+}
 _LONGEST_SHOWN = 120
 
 
@@ -87,10 +90,10 @@ def _unknown_key(section: type, key: str, above: Sequence[int | str], around: st
     known, parent = dict(_all_keys(section)), _pattern(above)
     where = f"section {around}" if around else "the top level"
     valid = tuple(path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == parent)
-    remedy = f"its keys are {', '.join(valid)}"
+    remedy = _GONE.get(f"{around}.{key}", f"its keys are {', '.join(valid)}")
     if elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
         remedy = f"it belongs at {' or '.join(map(repr, elsewhere))}"
-    elif near := closest(key, valid):
+    elif f"{around}.{key}" not in _GONE and (near := closest(key, valid)):
         remedy = f"did you mean {near!r}?"
     return ConfigError(f"unknown key {key!r} in {where}", remedy=remedy)
 

@@ -26,7 +26,7 @@ _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
 
 
 class SyncMode(StrEnum):
-    """A sync round sends all weights, merged under LoRA. There is no other mode."""
+    """A push sends all weights, merged under LoRA. There is no other mode."""
 
     FULL = "full"
 
@@ -39,13 +39,6 @@ class OnPending(StrEnum):
     RESUME = "resume"
 
 
-class Fenced(StrEnum):
-    """Rounds that close the fence: those with a server that must not be asked while weights arrive, or all."""
-
-    WHEN_NEEDED = "when_needed"
-    ALWAYS = "always"
-
-
 class Transport(StrEnum):
     """The way that weights take to a server of ours. A stock one always gets them over vLLM's own group."""
 
@@ -56,7 +49,7 @@ class Transport(StrEnum):
 
 
 class Proof(StrEnum):
-    """The proof that a server must give after a round, before it is asked again."""
+    """The proof that a server must give of new weights before it is asked under them."""
 
     AUTO = "auto"
     CHECKSUM = "checksum"
@@ -130,12 +123,10 @@ class SyncConfig:
     mode: SyncMode = SyncMode.FULL
     """Weights go in full; no other mode exists. How often: stage2_ab.channel_b.prefetch.sync_every_steps."""
     timeout_s: float = 300.0
-    """Deadline of a whole round on one server; calls and transfers in it end at 80 % of that."""
+    """Deadline of a push to one server; calls and transfers in it end at 80 % of that."""
     on_pending: OnPending = OnPending.WAIT
     """When a server of ours installs new weights: wait for running rollouts, or abort them. resume asks for the rest of
     what was aborted, and every server must be able to give it."""
-    fenced: Fenced = Fenced.WHEN_NEEDED
-    """when_needed: servers of ours are asked on while weights arrive; always: nothing is asked during any round."""
     rolling: bool = True
     """Servers of ours install new weights one after another, so that the others go on answering."""
     transport: Transport = Transport.AUTO
@@ -146,12 +137,12 @@ class SyncConfig:
     disk_keep: int = 2
     """Proven versions of this run that stay in ``disk_directory``."""
     straggler_s: float = 60.0
-    """Seconds that a round's other servers have after its first proof, beside request_timeout_s where they wait for
+    """Seconds that pushes still have once newer weights are due, beside request_timeout_s where servers wait for
     rollouts before they install; who is later is suspect."""
     proof: Proof = Proof.AUTO
     """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
     canary_every_rounds: int = 8
-    """Rounds from one canary to the next while checksums prove each of them; after a fault the next round asks one."""
+    """Versions from one canary to the next while checksums prove each of them; after a fault the next one asks."""
     bucket_mib: int = 512
     """Weights sent in one message at most, MiB."""
     backoff_steps: int = 4
@@ -162,7 +153,7 @@ class SyncConfig:
     def __post_init__(self) -> None:
         rules.deadline(self, "timeout_s", "straggler_s")
         rules.at_least(self, 1, "bucket_mib", "backoff_steps")
-        remedy = "write 1 to ask in every round, or proof: checksum for no canary"
+        remedy = "write 1 to ask with every version, or proof: checksum for no canary"
         rules.at_least(self, 1, "canary_every_rounds", remedy=remedy)
         rules.at_least(
             self, self.backoff_steps, "max_backoff_steps", remedy="waits double from backoff_steps up to it"

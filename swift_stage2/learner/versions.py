@@ -127,8 +127,11 @@ class LearnerVersions:
         if news is not None:
             self._take_news(step, news)
         asked, closed = outcome.servers_asked, outcome.servers_closed
+        told = news.outcome.failed if news is not None and news.outcome is not None else ()
         lost = [
-            url for url, before, now in zip(b.base_urls, self.asked, asked, strict=True) if before and not now
+            url
+            for server, (url, before, now) in enumerate(zip(b.base_urls, self.asked, asked, strict=True))
+            if before and not now and server not in told
         ]
         self.asked, self._closed = asked, closed
         self._is_publishing, self._server_waits = outcome.publishing, outcome.server_waits

@@ -41,7 +41,7 @@ def ask(
 ) -> BatchOutcome:
     client = make_client(server.url, decoding=DECODING, max_inflight_per_server=4, columns=columns)
     with client:
-        client.set_proven({server.url: ServedWeights(None, 3, None)})
+        client.set_proven({server.url: ServedWeights(3, stamps=False)})
         samples = [Sample(SampleKey(0, n, n), {}) for n in range(3)]
         return generate(client, samples, [request(f"r{n}") for n in range(3)], settings)
 

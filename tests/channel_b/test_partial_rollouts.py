@@ -167,13 +167,14 @@ def test_one_that_became_stale_meanwhile_is_not_resumed(scene: Scene) -> None:
 
 @pytest.mark.parametrize("verdict", [True, False])
 def test_ids_of_weights_that_are_not_proven_yet_wait_for_their_round(scene: Scene, verdict: bool) -> None:
-    scene.client.verdicts["r7"] = None
-    scene.client.answer = scene.aborting(7, round_id="r7")
+    scene.client.verdicts[1] = None
+    scene.client.answer = scene.aborting(7, spans=(VersionSpan(1, 0, 1),))
     scene.ask(1)
     (key,) = scene.asked()
     scene.ask(1)
     assert key not in scene.asked(since=1)
-    scene.client.verdicts["r7"], scene.client.answer = verdict, scene.finishing(8)
+    scene.client.verdicts[1], scene.client.answer = verdict, scene.finishing(8)
+    scene.clock.advance(1 if verdict else 2)
     num_calls = len(scene.client.calls)
     scene.ask(9)
     scene.ask(9)
@@ -226,14 +227,12 @@ def test_the_end_of_a_run_gives_back_what_is_partial(scene: Scene) -> None:
 
 def test_parts_make_one_rollout(scene: Scene) -> None:
     sample = scene.bench.source.read(scene.bench.source.draw(1)[0])
-    first = scene.part(sample, 1, 2, text="a", log_probs=(-1.0, -2.0), server="http://a", round_id="r0")
+    first = scene.part(sample, 1, 2, text="a", log_probs=(-1.0, -2.0), server="http://a")
     scene.clock.advance()
-    rest = scene.part(
-        sample, 3, text="ab", log_probs=(-3.0,), server="http://b", round_id="r1", truncated=True
-    )
+    rest = scene.part(sample, 3, text="ab", log_probs=(-3.0,), server="http://b", truncated=True)
     whole = join(first, rest)
     assert whole is not None
-    assert (whole.text, whole.truncated, whole.server, whole.round_id) == ("ab", True, "http://b", "r1")
+    assert (whole.text, whole.truncated, whole.server) == ("ab", True, "http://b")
     assert (whole.token_ids, whole.log_probs) == ((1, 2, 3), (-1.0, -2.0, -3.0))
     assert whole.spans == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))
     assert whole.version == 0

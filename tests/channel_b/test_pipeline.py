@@ -161,8 +161,7 @@ class StandInClient:
         self.agreeing: set[str] = set()
         self.proven: tuple[str, ...] = ("http://server",)
         self.is_open = True
-        self.verdicts: dict[str | None, bool | None] = {}  # by round; of any other: proven
-        self.round_id = "run-2"  # of the staged round
+        self.verdicts: dict[int, bool | None] = {}  # by version; of any other: proven
 
     @property
     def free_places(self) -> int:
@@ -214,7 +213,7 @@ class StandInClient:
             self._changed.notify_all()
 
     def confirms(self, rollout: Rollout) -> bool | None:
-        return self.verdicts.get(rollout.round_id, True)
+        return self.verdicts.get(rollout.spans[-1].version, True)
 
     def mark_suspect(self, server: str, reason: str) -> None:
         self.distrusted.append(server)
@@ -228,11 +227,10 @@ class StandInClient:
 
     def answer_ahead(self, samples: Sequence[Sample]) -> BatchOutcome:
         """With the weights of a staged round that is in transfer."""
-        version, round_id = self._clock.current + 1, self.round_id
-        self.verdicts.setdefault(round_id, None)
+        version = self._clock.current + 1
+        self.verdicts.setdefault(version, None)
         spans = (VersionSpan(version, 0, 0),)
-        rollouts = (replace(self.rollout(each), spans=spans, round_id=round_id) for each in samples)
-        return BatchOutcome(rollouts=tuple(rollouts))
+        return BatchOutcome(rollouts=tuple(replace(self.rollout(each), spans=spans) for each in samples))
 
     def rollout(self, sample: Sample, *, text: str = "[]") -> Rollout:
         prompt = self._encoder.encode_prompt(sample)
@@ -751,7 +749,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     asked = bench.client.calls[0]
 
     def prove() -> None:
-        bench.client.verdicts["run-2"] = True
+        bench.client.verdicts[1] = True
 
     hear, then_hear = (prove, bench.clock.advance) if server_first else (bench.clock.advance, prove)
     hear()
@@ -775,10 +773,10 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
     bench.client.answer = bench.client.answer_ahead
     bench.observe()
     assert bench.work()
-    bench.client.verdicts["run-2"] = False
-    if clock_moves:  # for another server's proof of the same version
-        bench.clock.advance()
+    bench.client.verdicts[1] = False
     bench.client.answer = bench.client.answer_all
+    if clock_moves:  # another server proves a later version
+        bench.clock.advance(2)
     bench.observe(step=1)
     assert bench.work()
     first, second = bench.client.calls
@@ -976,7 +974,6 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
         turn = len(bench.client.calls) % 7
         if turn >= 5:  # of a staged round, whose end the next step brings
-            bench.client.round_id = f"run-{len(bench.client.calls)}"
             return bench.client.answer_ahead(samples)
         if turn == 0:
             return BatchOutcome(returned=tuple(samples))
@@ -1005,10 +1002,10 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     bench.source.draw = remember  # type: ignore[method-assign]
     bench.pipeline.start()
     for step in range(200):
-        for place, (round_id, verdict) in enumerate(list(bench.client.verdicts.items())):
+        for place, (version, verdict) in enumerate(list(bench.client.verdicts.items())):
             if verdict is None:
-                bench.client.verdicts[round_id] = place % 2 == 0
-                bench.clock.advance()
+                is_proven = bench.client.verdicts[version] = place % 2 == 0
+                bench.clock.advance(max(version, bench.clock.current + 1) + (not is_proven))
         bench.observe(step=step, last_commit_step=step)
         num_batches = bench.events.num_batches
         bench.events.wait_until(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from channel_b.test_rollout_client import PATIENCE_S, by, make_client, make_samples, positions, stamp
+from channel_b.test_rollout_client import PATIENCE_S, STAMPED, make_client, make_samples, positions, stamp
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, await_settled, error, request
 from rollout_batch import all_samples, collect
 
@@ -20,7 +20,7 @@ from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
 PLACES = 4
-good = stamp("run-1", 3)
+good = stamp(3)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def streaming(server: FakeRolloutServer, fence: InferFence, **changes: Any) -> R
     """A client of one rank whose server is proven as ours, and agreed with."""
     settings = {"run_id": "run", "world_size": 1, "max_inflight_per_server": PLACES}
     client = make_client(server, fence=fence, **settings | changes)
-    client.set_proven({server.url: by("a")})
+    client.set_proven({server.url: STAMPED})
     client.note_agreement([server.url])
     return client
 
@@ -128,14 +128,14 @@ def test_a_server_without_room_gets_fewer_posts_at_once(
 def test_a_doubt_ends_all_that_is_out_and_nothing_of_it_is_believed(
     server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
 ) -> None:
-    wrong, held = stamp("run-9", 3), holding(go_on, "0", "1", "2")
+    wrong, held = stamp(9), holding(go_on, "0", "1", "2")
     server.on_infer = lambda call: wrong(call) if call.texts == ["3"] else held(call)
     with streaming(server, fence, request_timeout_s=3600.0) as client:
         samples = submit(client, PLACES - 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES - 1)
         samples += submit(client, 1, first=3)
         outcome = collect(client, samples)
-        assert "run-9" in client.suspects[server.url], "the first reason stays"
+        assert "weight_version=9" in client.suspects[server.url], "the first reason stays"
         assert server._num_running == PLACES - 1, "nobody waited for those"
         assert (fence.in_flight, client.num_unsettled, client.free_places) == (0, 0, 0)
     assert (outcome.rollouts, len(outcome.returned)) == ((), PLACES)
@@ -178,7 +178,7 @@ def test_a_server_that_is_withdrawn_gives_everything_back(
         lambda client, url: client.set_proven({}, drained=False),
         lambda client, url: (
             client.stop_requests([url]),
-            client.set_proven({url: ServedWeights("run-2", 4, "a")}),
+            client.set_proven({url: ServedWeights(4, stamps=True)}),
         ),
     ],
     ids=["withdrawn", "suspect", "left out by a round", "withdrawn and proven anew"],
@@ -224,7 +224,7 @@ def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
 def test_a_closed_fence_is_drained_when_all_places_have_ended(
     server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
 ) -> None:
-    server.on_infer = lambda call: replace(stamp("run-1", 3)(call), after=go_on)
+    server.on_infer = lambda call: replace(stamp(3)(call), after=go_on)
     with streaming(server, fence) as client:
         samples = submit(client, PLACES + 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES)
@@ -233,8 +233,8 @@ def test_a_closed_fence_is_drained_when_all_places_have_ended(
         outcomes = [client.next_finished(PATIENCE_S) for _ in range(PLACES)]
         assert fence.close(), "drained"
         assert len(server.infer_calls) == PLACES, "the one that waits got no ticket"
-        client.set_proven({server.url: ServedWeights("run-2", 4, "a")})
-        server.on_infer = stamp("run-2", 4)
+        client.set_proven({server.url: ServedWeights(4, stamps=True)})
+        server.on_infer = stamp(4)
         fence.reopen(4)
         outcomes.append(client.next_finished(PATIENCE_S))
     rollouts = [rollout for outcome in outcomes if outcome is not None for rollout in outcome.rollouts]
@@ -268,7 +268,7 @@ def test_under_faults_every_sample_comes_out_once(
         lambda call: error(429),
         lambda call: Answer(drop=True),
         lambda call: replace(good(call), after=never),
-        stamp("run-9", 3),
+        stamp(9),
         lambda call: replace(good(call), cut_after_bytes=9),
     ]
 
@@ -282,7 +282,7 @@ def test_under_faults_every_sample_comes_out_once(
         while missing:
             free = client.free_places
             if waiting and not client.proven:
-                client.set_proven({server.url: by("a")})
+                client.set_proven({server.url: STAMPED})
                 client.note_agreement([server.url])
             if waiting and free:
                 count = min(free, rng.randint(1, 5), len(waiting))

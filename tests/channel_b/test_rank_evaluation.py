@@ -321,7 +321,7 @@ def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) 
         max_inflight_per_server=99,
         observer=events,
     )
-    client.set_proven({server.url: ServedWeights(None, fence.version, None)})
+    client.set_proven({server.url: ServedWeights(fence.version, stamps=False)})
     return client
 
 

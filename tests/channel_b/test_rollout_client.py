@@ -40,7 +40,8 @@ from swift_stage2.telemetry.events import Finished, Sent
 
 PATIENCE_S = 60.0
 KEY = "sk-very-secret-0123456789"
-UNSTAMPED = ServedWeights(None, 3, None)
+UNSTAMPED = ServedWeights(3, stamps=False)
+STAMPED = ServedWeights(3, stamps=True)  # the fence's version in our own server
 
 
 @pytest.fixture
@@ -71,11 +72,6 @@ def make_client(*servers: FakeRolloutServer | str, **changes: Any) -> RolloutCli
     client = rollout_batch.make_client(*urls, **settings | changes)
     client.set_proven(dict.fromkeys(urls, UNSTAMPED))
     return client
-
-
-def by(incarnation: str) -> ServedWeights:
-    """The weights of the fence's version in our own server."""
-    return ServedWeights("run-1", 3, incarnation)
 
 
 def make_samples(count: int, first: int = 0) -> list[Sample]:
@@ -322,34 +318,34 @@ def test_a_server_that_takes_batches_gets_one_post_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("stamp", "named"),
+    ("other", "named"),
     [
-        ({"weight_version": 2, "round_id": "run-1", "incarnation": "a", "run_id": "run"}, "weight_version=2"),
-        (
-            {"weight_version": 3, "round_id": "run-1", "incarnation": "b", "run_id": "run"},
-            "incarnation='b' instead of 'a'",
-        ),
-        ({"weight_version": 3, "round_id": "run-1", "incarnation": "a", "run_id": "old"}, "run_id='old'"),
-        ({}, "incarnation=None instead of 'a'"),
-        (
-            {"weight_version": None, "round_id": "run-1", "incarnation": "a", "run_id": "run"},
-            "weight_version=None",
-        ),
-        ({"weight_version": 3, "round_id": "run-1", "incarnation": "a", "run_id": None}, "run_id=None"),
+        ({"weight_version": 2, "run_id": "run"}, "weight_version=2 instead of 3"),
+        ({"weight_version": 3, "run_id": "old"}, "run_id='old'"),
+        ({}, "run_id=None"),
+        ({"weight_version": None, "run_id": "run"}, "weight_version=None"),
+        ({"weight_version": None, "run_id": None}, "else the server was started again, got run_id=None"),
     ],
 )
 def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
-    server: FakeRolloutServer, stamp: dict[str, Any], named: str
+    server: FakeRolloutServer, other: dict[str, Any], named: str
 ) -> None:
     with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: by("a")})
-        server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="a", run_id="run")
+        client.set_proven({server.url: STAMPED})
+        server.on_infer = stamp(3)
         assert len(ask(client, 2).rollouts) == 2
-        server.on_infer = stamped(**stamp)
+        server.on_infer = stamped(**other)
         outcome = ask(client, 2, first=2)
         assert named in client.suspects[server.url]
     assert positions(outcome.returned) == [2, 3]
     assert [failure.end for failure in outcome.failures] == [PostEnd.DISTRUSTED]
+
+
+def test_a_stock_server_that_stamps_is_another_one(server: FakeRolloutServer) -> None:
+    with make_client(server, run_id="run") as client:
+        server.on_infer = stamp(3)
+        ask(client, 1)
+        assert "must not stamp, got run_id='run'" in client.suspects[server.url]
 
 
 def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_same(
@@ -358,16 +354,11 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
     def swapped(call: Call) -> Answer:
         ids = [request[infer_wire.REQUEST_ID] for request in call.requests]
         return outputs(
-            [
-                output(
-                    "x", weight_version=3, round_id="run-1", incarnation="a", run_id="run", request_id=name
-                )
-                for name in reversed(ids)
-            ]
+            [output("x", weight_version=3, run_id="run", request_id=name) for name in reversed(ids)]
         )
 
     with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: by("a")})
+        client.set_proven({server.url: STAMPED})
         server.on_infer = swapped
         outcome = ask(client, 2)
     assert [failure.end for failure in outcome.failures][:1] == [PostEnd.ERROR_ANSWER]
@@ -377,71 +368,53 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
 # --- staged rounds -------------------------------------------------------------------------------
 
 
-def stamp(round_id: str | None, version: int, **changes: Any) -> Behaviour:
-    """Echo as our server stamps it with that round's weights."""
-    names = {"weight_version": version, "incarnation": "a", "run_id": "run", "round_id": round_id}
-    return stamped(**names | changes)
+def stamp(version: int | None, run_id: str | None = "run") -> Behaviour:
+    """Echo as our server stamps it with that version's weights."""
+    return stamped(weight_version=version, run_id=run_id)
 
 
 @pytest.fixture
 def staged(server: FakeRolloutServer) -> Iterator[RolloutClient]:
-    """A client whose server was proven by run-1, of version 3, and gets run-2, of version 4, while it answers."""
+    """A client whose server was proven with version 3, and gets version 4 while it answers."""
     with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: by("a")})
-        client.expect_round("run-2", 4)
+        client.set_proven({server.url: STAMPED})
+        client.expect(4)
         yield client
 
 
-def test_an_answer_is_of_the_round_that_its_stamp_names(
+def test_an_answer_is_of_the_version_that_its_stamp_names(
     staged: RolloutClient, server: FakeRolloutServer
 ) -> None:
     """One POST's answers may be of two: an engine takes them one by one."""
-    stamps = [("run-1", 3), ("run-2", 4)]
     server.on_infer = lambda call: outputs(
-        [
-            output("x", weight_version=version, incarnation="a", run_id="run", round_id=round_id)
-            for _, (round_id, version) in zip(call.texts, stamps, strict=True)
-        ]
+        [output("x", weight_version=3 + place, run_id="run") for place in range(len(call.texts))]
     )
     old, new = ask(staged, 2).rollouts
-    assert [(each.version, each.round_id) for each in (old, new)] == [(3, "run-1"), (4, "run-2")]
+    assert [each.version for each in (old, new)] == [3, 4]
     assert (staged.confirms(old), staged.confirms(new)) == (True, None)
-    staged.set_proven({server.url: by("a")}, drained=False)  # another server was proven
+    staged.set_proven({server.url: STAMPED}, drained=False)  # another server was proven
     assert (staged.confirms(old), staged.confirms(new)) == (True, None)
-    staged.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=False)
+    staged.set_proven({server.url: ServedWeights(4, stamps=True)}, drained=False)
     assert (staged.confirms(old), staged.confirms(new)) == (True, True)
-    staged.expect_round("run-3", 5)
+    staged.expect(5)
     staged.stop_requests([server.url])
     assert (staged.confirms(old), staged.confirms(new)) == (True, True), "what was proven stays so"
 
 
-def test_a_round_that_ends_without_a_proof_confirms_nothing_and_its_version_comes_again(
+def test_a_round_that_ends_without_a_proof_confirms_nothing_and_its_version_never_comes_again(
     staged: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    server.on_infer = stamp("run-2", 4)
+    server.on_infer = stamp(4)
     (failed,) = ask(staged, 1).rollouts
-    staged.expect_round("run-3", 4)
+    staged.expect(5)
     assert staged.confirms(failed) is False
-    server.on_infer = stamp("run-3", 4)
+    server.on_infer = stamp(5)
     (proven,) = ask(staged, 1).rollouts
-    staged.set_proven({server.url: ServedWeights("run-3", 4, "a")}, drained=False)
-    assert failed.version == proven.version
+    staged.set_proven({server.url: ServedWeights(5, stamps=True)}, drained=False)
     assert (staged.confirms(failed), staged.confirms(proven)) == (False, True)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        stamp("run-3", 4),
-        stamp("run-2", 3),
-        stamp("run-1", 4),
-        stamp(None, 3),
-        stamp(None, 4),
-        stamp("run-2", 4, incarnation="b"),
-        stamp("run-2", 4, run_id="other"),
-        echo,
-    ],
-)
+@pytest.mark.parametrize("answer", [stamp(2), stamp(5), stamp(None, None), stamp(4, "other"), echo])
 def test_anything_else_makes_the_server_suspect(
     staged: RolloutClient, server: FakeRolloutServer, answer: Behaviour
 ) -> None:
@@ -458,10 +431,10 @@ def test_an_answer_is_of_what_the_server_served_since_the_post_left(
 ) -> None:
     """The proof of a staged round is heard while a POST that the old weights have answered is on its way back."""
     heard = threading.Event()
-    server.on_infer = lambda call: replace(stamp("run-1", 3)(call), after=heard)
+    server.on_infer = lambda call: replace(stamp(3)(call), after=heard)
     future = start_and_wait_for_a_post(staged, server, background)
-    staged.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=False)
-    staged.expect_round("run-3", 5)
+    staged.set_proven({server.url: ServedWeights(4, stamps=True)}, drained=False)
+    staged.expect(5)
     heard.set()
     assert {each.version for each in future.result(timeout=PATIENCE_S).rollouts} == {3}
     ask(staged, 1)
@@ -472,8 +445,8 @@ def test_a_server_behind_the_ticket_answers_with_its_own_version(
     staged: RolloutClient, server: FakeRolloutServer, fence: InferFence
 ) -> None:
     """In a rolling round another server's proof has moved the clock."""
-    server.on_infer = stamp("run-1", 3)
-    staged.set_proven({server.url: by("a")}, drained=False)
+    server.on_infer = stamp(3)
+    staged.set_proven({server.url: STAMPED}, drained=False)
     fence.reopen(4)
     assert [each.version for each in ask(staged, 1).rollouts] == [3]
     samples = make_samples(1)
@@ -487,23 +460,23 @@ def test_a_server_behind_the_ticket_answers_with_its_own_version(
 def test_a_suspicion_of_a_staged_round_outlasts_its_proof_until_the_next(
     staged: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    second = ServedWeights("run-2", 4, "a")
+    second = ServedWeights(4, stamps=True)
     staged.mark_suspect(server.url, "it permutes")
     staged.set_proven({server.url: second}, drained=False)
     assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
-    staged.expect_round("run-3", 5)
+    staged.expect(5)
     staged.clear_suspicion([server.url])  # the next round begins
     assert (staged.proven, dict(staged.suspects)) == ((), {}), "forgotten, and not asked until proven"
     staged.set_proven({server.url: second}, drained=False)  # another server was proven
     assert staged.proven == ()
-    staged.set_proven({server.url: ServedWeights("run-3", 5, "a")}, drained=False)
+    staged.set_proven({server.url: ServedWeights(5, stamps=True)}, drained=False)
     assert staged.proven == (server.url,)
 
 
 def test_a_catch_up_brings_back_a_server_with_the_weights_that_it_had_unless_it_is_suspected_since(
     staged: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    again = replace(by("a"), heard_step=5)
+    again = replace(STAMPED, heard_step=5)
     staged.mark_suspect(server.url, "it was slow")
     staged.clear_suspicion([server.url])  # a catch-up begins
     staged.mark_suspect(server.url, "it permutes")
@@ -512,7 +485,7 @@ def test_a_catch_up_brings_back_a_server_with_the_weights_that_it_had_unless_it_
     staged.clear_suspicion([server.url])
     staged.set_proven({server.url: again}, drained=False)  # another server was proven
     assert staged.proven == ()
-    staged.set_proven({server.url: replace(by("a"), heard_step=9)}, drained=False)
+    staged.set_proven({server.url: replace(STAMPED, heard_step=9)}, drained=False)
     assert staged.proven == (server.url,)
 
 
@@ -656,7 +629,7 @@ def test_a_batch_does_not_wait_for_a_server_that_is_withdrawn(
         assert [(failure.server, failure.end) for failure in outcome.failures] == [(server.url, PostEnd.LOST)]
         assert (fence.in_flight, client.num_unsettled) == (0, 0)
         client.clear_suspicion([server.url])
-        later = ServedWeights(None, 4, None)
+        later = ServedWeights(4, stamps=False)
         client.set_proven({server.url: later, other.url: later}, drained=False)
         assert set(client.proven) == {server.url, other.url}
 

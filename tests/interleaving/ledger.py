@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting
+from interleaving.setting import REQUEST_TIMEOUT_S, Setting
 from interleaving.virtual_servers import BASE_WEIGHTS, NUM_TOKENS, VirtualServer, Weights
 from interleaving.virtual_threading import active
 
@@ -24,26 +24,23 @@ from swift_stage2.channel_b.rollouts.server_state import InFlightRequest
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import Pack, Rollout, SampleKey, UnusedReason
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
+from swift_stage2.scheduling.server_life import LifeState
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
 
 Place = tuple[int, int]  # a sample's epoch and position
 _SLACK_S = 1e-6
 _LONGEST_TURN_S = 1.0  # of a pipeline that nothing holds up
-_LONGEST_HOLD_S = 0.4 * SYNC_TIMEOUT_S  # of a server's install, for an evaluation
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """A round as it began."""
+class Push:
+    """A push as it began."""
 
     number: int
-    round_id: str
     version: int
-    weights: Weights
-    is_staged: bool
-    began_s: float
-    is_catch_up: bool = False  # or the round's weights on their way to servers that nobody asks
+    num_starts: int
+    """Of its server, until then."""
 
 
 class RankLedger:
@@ -64,19 +61,15 @@ class RankLedger:
         )
         self.promised: list[Pack] = []  # in a reservation that is neither taken nor released
         self.taken_at = -1  # the clock's version at the moment at which a step took its packs
-        self.doubts: dict[
-            str, int
-        ] = {}  # by server: the number of the round that had begun when it became suspect
+        self.doubts: dict[str, int] = {}  # by server: how many pushes had begun when it became suspect
         self.version = -1
         self.producing = False
         # The yield point at which the last of the pipeline's turns began that has ended
         self.looked_from = -1
-        self.heard_at: dict[str, int] = {}  # yield points at which its learner had heard all of these rounds
-        self.proven: frozenset[int] = frozenset()  # servers, after the last step
+        self.heard_at: dict[int, int] = {}  # yield points at which nothing more could come of these versions
+        self.asked: tuple[int, ...] = ()  # versions of servers, after the last step
         self.began_s = 0.0  # the moment at which its last step had been planned
-        self.pending_since: float | None = None
-        self.transfer_ended = -1  # the step at which the last round or catch-up did
-        self.in_transfer = False
+        self.num_held = 0  # steps in a row at which a version that is due has been held back
 
 
 class Ledger:
@@ -87,27 +80,28 @@ class Ledger:
         self.ranks = [RankLedger() for _ in range(setting.num_ranks)]
         self.counts: Counter[str] = Counter()
         self.committed: dict[int, Weights] = {}
-        self.num_rounds = 0
+        self.num_versions = 0
+        self.num_pushes_to: Counter[str] = Counter()
         self.evaluations: EvaluationSchedule | None = None  # rank 0's
         self._clocks: list[VersionClock] = []
         self._sources: list[SampleSource] = []
-        self._round: Round | None = None
-        self._targets: dict[int, tuple[VirtualServer, int]] = {}
-        self._proven: set[tuple[str, str]] = set()  # base URL and round
-        self._last_proof: dict[str, Round] = {}
-        self._rounds: dict[str, Round] = {}  # by name
-        self._ended: set[str] = set()
+        self._versions: dict[int, Weights] = {}
+        self._num_pushes = 0
+        self._running: dict[str, Push] = {}  # by base URL
+        self._proven: set[tuple[str, int]] = set()  # base URL and version
+        self._last_proof: dict[str, Push] = {}
+        self._drained_since: dict[int, float] = {}
         self._agreed: dict[tuple[int, str], Any] = {}
         self._slowest_step_s = 0.0
 
-    # --- servers and rounds ------------------------------------------------------------------------
+    # --- servers and versions ----------------------------------------------------------------------
 
     def infer_begins(self, server: VirtualServer) -> None:
         self.counts["posts"] += 1
-        if self._round is not None:
-            self.counts["posts during a staged round"] += 1
-            if not self._round.is_staged:
-                _fail(f"an /infer/ reaches {server.url} while a sync round runs")
+        if server.url in self._running:
+            self.counts["posts during a push"] += 1
+            if server.stock:
+                _fail(f"an /infer/ reaches {server.url} while weights are pushed there")
 
     def watch_server(self, rank: int, server: ServerClient) -> None:
         """Knows from now on when the rank suspects a server that it asked, and looks whether it asks such a one."""
@@ -115,7 +109,7 @@ class Ledger:
         suspect, call = state.mark_suspect, server._call
 
         def take_note(reason: str) -> None:
-            was_proven, number = state.is_proven, self.num_rounds
+            was_proven, number = state.is_proven, self._num_pushes
             suspect(reason)
             if was_proven:
                 doubts[url] = number
@@ -125,9 +119,9 @@ class Ledger:
             self.counts["posts beside others of their server"] += len(state._out) > 1
             # One that was about to leave when the doubt came is cut, or nothing of it is believed.
             is_meant = state.is_proven and post in state._out
-            is_doubted = url in doubts and proof is not None and proof.number < doubts[url] + proof.is_staged
+            is_doubted = url in doubts and proof is not None and proof.number <= doubts[url]
             if is_meant and is_doubted:
-                _fail(f"rank {rank} asks {url}, suspected since, or in, the round that proved it")
+                _fail(f"rank {rank} asks {url}, suspected since, or in, the push that proved it")
             return await call(post, *asked)
 
         state.mark_suspect, server._call = take_note, look_first  # type: ignore[method-assign]
@@ -135,81 +129,55 @@ class Ledger:
     def weights_change(self, server: VirtualServer) -> None:
         if server.computing():
             _fail(f"weights change on {server.url} while an /infer/ runs there")
-        schedule, round_ = self.evaluations, self._round
-        if round_ is None or round_.is_catch_up:
+        schedule, push = self.evaluations, self._running.get(server.url)
+        if push is None or schedule is None or schedule.running is None or schedule.is_cut:
             return
-        if schedule is None or schedule.running is None or schedule.is_cut:
-            return
-        if active().now < round_.began_s + _LONGEST_HOLD_S - _SLACK_S:
+        if push.version != schedule.running.version:
             _fail(
                 f"weights change on {server.url} under the evaluation of version {schedule.running.version}"
             )
 
-    def round_begins(
-        self,
-        version: int,
-        weights: Weights,
-        targets: Mapping[int, tuple[VirtualServer, bool]],
-        *,
-        round_id: str = "",
-        is_staged: bool = False,
-    ) -> None:
-        """``targets``: each server of the round by index, and whether it was proven until now."""
-        self.num_rounds += 1
-        self.counts["rounds staged" if is_staged else "rounds"] += 1
-        self._round = self._rounds[round_id] = Round(
-            self.num_rounds, round_id, version, weights, is_staged, active().now
-        )
-        self._targets = {index: (server, server.num_starts) for index, (server, _) in targets.items()}
-        for server, was_proven in targets.values():
-            if was_proven and server.computing() and not is_staged:
-                _fail(f"a round begins while {server.url} computes an /infer/")
+    def version_begins(self, version: int, weights: Weights) -> None:
+        self.num_versions += 1
+        self.counts["versions"] += 1
+        if self._running:
+            _fail(f"version {version} is copied over the weights that a push carries")
+        if version in self._versions:
+            _fail(f"version {version} begins twice")
+        self._versions[version] = weights
 
-    def catch_up_begins(self, round_id: str, targets: Mapping[int, VirtualServer]) -> None:
-        """The weights of that round are on their way to servers that come late."""
-        if not any(proven == round_id for _, proven in self._proven):
-            _fail(f"a catch-up brings the weights of round {round_id}, which nobody has heard proven")
-        self.num_rounds += 1
-        self.counts["catch-ups"] += 1
-        self._round = replace(
-            self._rounds[round_id], number=self.num_rounds, is_staged=True, is_catch_up=True
-        )
-        self._targets = {index: (server, server.num_starts) for index, server in targets.items()}
+    def push_begins(self, server: VirtualServer, version: int, *, was_drained: bool) -> None:
+        self._num_pushes += 1
+        self.num_pushes_to[server.url] += 1
+        is_first = all(each != server.url for each, _ in self._proven)
+        self.counts["pushes"] += 1
+        self.counts["pushes after a drain"] += was_drained
+        self.counts["pushes again"] += not is_first and server.url not in self._last_proof
+        if server.url in self._running:
+            _fail(f"two pushes run to {server.url}")
+        if server.stock and server.computing() and server.url in self._last_proof:
+            _fail(f"a push begins while {server.url} computes an /infer/")
+        self._running[server.url] = Push(self._num_pushes, version, server.num_starts)
 
-    def round_is_heard(self, outcome: dict[str, Any]) -> None:
-        """All ranks are about to be told this. What a staged round leaves out is told later."""
-        round_ = self._round
-        assert round_ is not None
-        reports = {int(index): report for index, report in outcome["reports"].items()}
-        self.counts["rounds heard in parts"] += not outcome["ended"]
-        for index in tuple(self._targets):
-            server, num_starts = self._targets[index]
-            if index in outcome["news"]:
-                del self._targets[index]
-            elif not outcome["ended"]:
-                continue
-            report = reports.get(index)
-            if report is None or not report["proven"]:
-                self.counts["pushes failed"] += 1
-                if self.setting.is_calm and self.setting.bad_weights_at_round is None:
-                    _fail(f"a push to {server.url} fails for no reason: {report and report['error']}")
-                continue
-            self.counts["pushes proven"] += 1
-            self.counts["servers caught up"] += outcome["is_catch_up"]
-            version, weights = round_.version, round_.weights
-            if server.weights != weights and server.num_starts == num_starts:
-                _fail(f"{server.url} is proven to hold version {version} but computes with {server.weights}")
-            is_committed = any(clock.current >= version for clock in self._clocks)
-            if is_committed and self.committed.get(version) != weights:
-                _fail(f"version {version} is committed twice, with different weights")
-            self.committed[version] = (
-                weights  # unless every server that proved it is doubted: then it comes again
-            )
-            self._proven.add((server.url, round_.round_id))
-            self._last_proof[server.url] = round_
-        if outcome["ended"]:
-            self._round = None
-            self._ended.add(round_.round_id)
+    def push_ends(self, server: VirtualServer, *, is_proven: bool, error: str | None, counts: bool) -> None:
+        """Rank 0 has heard of it; ``counts``: nobody has suspected the server since it began."""
+        push = self._running.pop(server.url)
+        if not counts:
+            self.counts["pushes ignored"] += 1
+            return
+        if not is_proven:
+            self.counts["pushes failed"] += 1
+            self._last_proof.pop(server.url, None)
+            if self.setting.is_calm and self.setting.bad_weights_at_version is None:
+                _fail(f"a push to {server.url} fails for no reason: {error}")
+            return
+        self.counts["pushes proven"] += 1
+        weights = self._versions[push.version]
+        if server.weights != weights and server.num_starts == push.num_starts:
+            _fail(f"{server.url} is proven to hold version {push.version} but computes with {server.weights}")
+        self.committed[push.version] = weights
+        self._proven.add((server.url, push.version))
+        self._last_proof[server.url] = push
 
     def rollout(self, rank: int, rollout: Rollout, server: VirtualServer) -> None:
         """The version that a rollout carries is that of the weights that computed it, and a proven one."""
@@ -217,11 +185,9 @@ class Ledger:
         newest = max(span.version for span in rollout.spans)
         if newest > self._clocks[rank].current:
             _fail(f"rank {rank} uses a rollout of version {newest} at {self._clocks[rank].current}")
-        if rollout.round_id is not None and (server.url, rollout.round_id) not in self._proven:
-            _fail(
-                f"a rollout of {server.url} is used, whose round {rollout.round_id} nobody heard proven there"
-            )
         last = rollout.spans[-1].version
+        if (server.url, last) not in self._proven:
+            _fail(f"a rollout of {server.url} is used, whose version {last} nobody heard proven there")
         if rollout.text != repr(self.committed.get(last)):
             _fail(f"a rollout says version {last}, but was computed with {rollout.text}")
 
@@ -422,18 +388,18 @@ class Ledger:
         if first != facts:
             _fail(f"ranks disagree at step {step} on {what}: rank {rank} has {facts}, another rank {first}")
 
-    def step(self, rank: int, step: int, decision: Any, b: Any, began_s: float) -> None:
-        setting, mine = self.setting, self.ranks[rank]
+    def step(self, rank: int, step: int, decision: Any, learner: Any, began_s: float) -> None:
+        setting, mine, b, versions = self.setting, self.ranks[rank], learner.channel_b, learner._versions
         facts = (
             decision.plan,
             decision.stop,
             len(decision.packs),
             b.clock.current,
-            b.rounds.states(),
-            b.rounds.pending,
-            b.rounds.in_transfer,
-            b.rounds.catching_up,
-            b.rounds.round_id("run"),
+            versions.asked,
+            versions._closed,
+            versions._is_publishing,
+            b.schedule.begun,
+            b.schedule.pending_step,
         )
         self.agree(rank, step, "the plan", facts)
         self.counts[f"steps {decision.plan.channel}"] += 1
@@ -446,20 +412,24 @@ class Ledger:
             _fail(f"rank {rank} trains {len(decision.packs)} packs, planned are {setting.packs_per_step}")
         for pack in decision.packs:
             self._train(rank, pack)
-        in_transfer = b.rounds.in_transfer or b.rounds.catching_up
-        if mine.in_transfer and not in_transfer:
-            mine.transfer_ended = step
-        mine.in_transfer = in_transfer
-        self.counts["steps with a round in transfer"] += b.rounds.in_transfer
-        mine.heard_at |= dict.fromkeys(self._ended - mine.heard_at.keys(), active().num_points)
-        for index in mine.proven.difference(b.rounds.proven):
-            mine.doubts[b.base_urls[index]] = self.num_rounds
-        mine.proven = frozenset(b.rounds.proven)
-        if b.evaluation is not None:
-            self._check_evaluation(rank, step, b)
-        self._check_pending(rank, b, began_s)
+        self.counts["steps with a push"] += versions._is_publishing
+        self.counts["steps with a drain"] += any(versions._closed)
+        if not versions._is_publishing:
+            for version in range(1, b.schedule.begun + 1):
+                mine.heard_at.setdefault(version, active().num_points)
+        for url, before, now in zip(b.base_urls, mine.asked, versions.asked, strict=False):
+            if before and not now:
+                mine.doubts[url] = max(mine.doubts.get(url, 0), self._last_number(url))
+        mine.asked = versions.asked
+        self._check_held(rank, step, b, versions)
+        if rank == 0:
+            self._check_drains(b.updates.lives, began_s)
         self._slowest_step_s = max(self._slowest_step_s, active().now - mine.began_s)
         mine.began_s = active().now
+
+    def _last_number(self, url: str) -> int:
+        proof = self._last_proof.get(url)
+        return proof.number if proof is not None else 0
 
     def _train(self, rank: int, pack: Pack) -> None:
         mine = self.ranks[rank]
@@ -473,43 +443,34 @@ class Ledger:
             if self.setting.num_generations > 1 and key not in mine.compared:
                 _fail(f"rank {rank}: sample {key} is trained, but was never compared")
 
-    def _check_pending(self, rank: int, b: Any, began_s: float) -> None:
-        mine = self.ranks[rank]
-        if not b.rounds.pending:
-            mine.pending_since = None
-            return
-        self.counts["steps with a round pending"] += 1
-        if mine.pending_since is None:
-            mine.pending_since = began_s
+    def _check_drains(self, lives: Sequence[Any], began_s: float) -> None:
+        """No server is drained for longer than its requests may take."""
         limit_s = 2 * (
             REQUEST_TIMEOUT_S + max(self._slowest_step_s, self.setting.step_s + max(self.setting.skews_s))
         )
-        if not self.setting.stall_share and active().now - mine.pending_since > limit_s + _SLACK_S:
-            _fail(
-                f"rank {rank} waits for a drain for {active().now - mine.pending_since:.3f} s, limit {limit_s:.3f} s"
-            )
+        for server, life in enumerate(lives):
+            if life.state is not LifeState.DRAINING:
+                self._drained_since.pop(server, None)
+                continue
+            since = self._drained_since.setdefault(server, began_s)
+            if not self.setting.stall_share and active().now - since > limit_s + _SLACK_S:
+                _fail(f"server {server} is drained for {active().now - since:.3f} s, limit {limit_s:.3f} s")
 
-    def _check_evaluation(self, rank: int, step: int, b: Any) -> None:
-        setting, running = self.setting, b.evaluation.schedule.running
-        self.agree(rank, step, "the evaluation that runs", running)
+    def _check_held(self, rank: int, step: int, b: Any, versions: Any) -> None:
+        """A version is held back by a push and by an evaluation alone, and by that one not for long."""
+        setting, mine = self.setting, self.ranks[rank]
+        running = b.evaluation.schedule.running if b.evaluation is not None else None
+        if b.evaluation is not None:
+            self.agree(rank, step, "the evaluation that runs", running)
         asks = running is not None and not b.evaluation.schedule.is_cut
-        rounds_come = b.rounds.pending or b.rounds.in_transfer
-        is_staged = b.rounds.in_transfer and b.rounds._transfer.is_staged
-        held_since = b.rounds._transfer.begun_step if is_staged else None
-        if asks and ((rounds_come and held_since is None) or running.version != b.clock.current):
-            _fail(f"rank {rank}: a round comes under the evaluation of version {running.version}")
-        if asks and held_since is not None:
-            self.counts["steps with an install held"] += 1
-            if step - held_since >= setting.max_round_delay_steps:
-                _fail(f"rank {rank}: a round is held back, {step - held_since} steps after it began")
-        if not b.rounds.proven or rounds_come or b.rounds.catching_up:
-            return
-        due_step = max(
-            b.rounds.last_commit_step + setting.sync_every_steps, self.ranks[rank].transfer_ended + 1
-        )
-        self.counts["steps with a round held"] += step >= due_step
-        if step - due_step >= setting.max_round_delay_steps:
-            _fail(f"rank {rank}: a round is held back, {step - due_step} steps after it was due")
+        if asks and (b.schedule.begun_step > running.begun_step or running.version != b.clock.current):
+            _fail(f"rank {rank}: a version comes under the evaluation of version {running.version}")
+        is_held = b.schedule.pending_step is not None and not versions._is_publishing
+        mine.num_held = mine.num_held + 1 if is_held else 0
+        self.counts["steps with a version held"] += asks and is_held
+        most = 1 + (setting.max_round_delay_steps if b.evaluation is not None else 0)
+        if mine.num_held > most:
+            _fail(f"rank {rank}: a version is held back, {mine.num_held} steps after it was due")
 
     def account(self, rank: int, b: Any) -> None:
         """Every sample that was drawn is in one place: drawn = to be drawn again + pending + in flight + held +
@@ -548,8 +509,9 @@ class Ledger:
             _fail(f"rank {rank}: partial rollouts wait twice, or have no attempt: {waiting}")
         self.counts["steps with rollouts held"] += bool(pipeline._awaiting_confirmation)
         for rollout in pipeline._awaiting_confirmation:
-            if mine.heard_at.get(rollout.round_id or "", math.inf) < mine.looked_from:
-                _fail(f"rank {rank} holds a rollout of round {rollout.round_id}, which has ended")
+            version = rollout.spans[-1].version
+            if mine.heard_at.get(version, math.inf) < mine.looked_from:
+                _fail(f"rank {rank} holds a rollout of version {version}, of which nothing more comes")
         if len(held) != len(set(held)):
             _fail(f"rank {rank}: samples are in two places: {[k for k, n in Counter(held).items() if n > 1]}")
         if set(held) != outstanding:

@@ -2,24 +2,23 @@
 
 The numbers are those of the predecessor's failures: 2, a guard held around the whole preparation and taken again per
 POST; 3, the version raised after the door has reopened; 4, packs that are counted and not taken. The others show that
-further invariants can be broken, too. What a snapshot's header says refuses other weights under a round's name, so that
-this mistake is none any more.
+further invariants can be broken, too. Some mistakes of rounds cannot be made any more: a version's number is never
+used twice, and a server has no install that waits for leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from interleaving.scene import Parts
+from interleaving.scene import Parts, WatchedUpdates
 from interleaving.virtual_threading import TimeNames
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
-from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.server_client import ServerClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
@@ -30,18 +29,20 @@ from swift_stage2.records import (
     Pack,
     ReturnReason,
     Rollout,
-    RoundOutcome,
     SampleKey,
     UnusedReason,
 )
+from swift_stage2.scheduling.server_life import ServerLife
 from swift_stage2.telemetry.events import Drawn
+from swift_stage2.weights.updates import UpdateFacts
 
 
 class GuardedPipeline(Pipeline):
     """Failure 2: a sync asked for between guard and POST waits for the guard, and the POST for the sync."""
 
     def _ask_for(self, num_samples: int) -> None:
-        fence, servers = self.client._fence, self.client._servers.values()
+        servers = self.client._servers.values()
+        fence = next(iter(servers)).fence
         while fence.enter() is None:
             TimeNames.sleep(0.05)
         super()._ask_for(num_samples)
@@ -89,9 +90,9 @@ class CountedReservation(Reservation):
 class ForgetfulClient(RolloutClient):
     """Takes a POST that its deadline ended for one that its server has ended."""
 
-    @property
-    def num_unsettled(self) -> int:
-        return 0
+    def busy(self) -> frozenset[str]:
+        servers = self._servers.items()
+        return frozenset(url for url, server in servers if server.fence.is_open or server.fence.in_flight)
 
 
 class LosingPipeline(Pipeline):
@@ -157,26 +158,17 @@ class LateTellingSource(SampleSource):
 
 
 class UnpinnedEvaluation(PinnedEvaluation):
-    """Rounds come as if no evaluation ran."""
+    """Versions come as if no evaluation ran."""
 
     def holds_round(self, step: int) -> bool:
         return False
 
 
 class StubbornEvaluation(PinnedEvaluation):
-    """Rounds wait for as long as an evaluation takes."""
+    """Versions wait for as long as an evaluation takes."""
 
     def holds_round(self, step: int) -> bool:
         return self.schedule.running is not None
-
-
-class PromptLearner(Learner):
-    """Servers install a round whose weights have arrived, whoever asks them."""
-
-    def _publish(self, *facts: Any, **more: Any) -> None:
-        super()._publish(*facts, **more)
-        if self.channel_b is not None:
-            self.channel_b.sync.let_install()
 
 
 class HastyPipeline(Pipeline):
@@ -187,7 +179,7 @@ class HastyPipeline(Pipeline):
 
 
 class KeepingPipeline(Pipeline):
-    """What no round has proven is held for ever."""
+    """What no server has proven is held for ever."""
 
     def _split_confirmed(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
         unconfirmed = [rollout for rollout in arrived if self.client.confirms(rollout) is False]
@@ -202,43 +194,53 @@ class KeepingPipeline(Pipeline):
 
 
 class ForgivingClient(RolloutClient):
-    """The proof of a staged round lifts a suspicion of this rank that is newer."""
+    """A proof lifts a suspicion of this rank that nobody has heard of."""
 
-    def set_proven(self, served: Mapping[str, ServedWeights], *, drained: bool = True) -> None:
-        super().set_proven(served, drained=True)
+    def update(self, server: str, version: int, *, closed: bool) -> None:
+        if version:
+            self._servers[server].state.take_suspicion()
+        super().update(server, version, closed=closed)
 
 
-class ForgivingSchedule(RoundSchedule):
-    """So does it on all ranks."""
+class ForgivingUpdates(WatchedUpdates):
+    """A server that is suspected while a push runs to it is proven by that push."""
 
-    def finish(
-        self, step: int, *, proven: Iterable[int], failed: Iterable[int], ended: bool = True
-    ) -> tuple[int, ...]:
-        assert self._transfer is not None
-        self._transfer.doubted.clear()
-        return super().finish(step, proven=proven, failed=failed, ended=ended)
+    def take_in(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
+        super().take_in(asked, [each for each in suspect if not self.lives[each].is_pushing], drained)
+
+
+class UndrainedUpdates(WatchedUpdates):
+    """Every server gets its weights while it is asked."""
+
+    def __init__(self, lives: Sequence[ServerLife], **settings: Any) -> None:
+        super().__init__([replace(life, stages=True) for life in lives], **settings)
+
+
+class SecretiveUpdates(WatchedUpdates):
+    """The other ranks, and the next snapshot, know of no push."""
+
+    def facts(self, step: int) -> UpdateFacts:
+        return replace(super().facts(step), publishing=False)
 
 
 class VersionReadingClient(RolloutClient):
-    """A rollout of a round that failed is taken, because the version that the next round proves is the same."""
+    """A rollout of a version that nobody proved is taken once a later one is proven."""
 
     def confirms(self, rollout: Rollout) -> bool | None:
-        served = self._servers[rollout.server].state._served
-        return True if served is not None and served.version >= rollout.version else None
+        state = self._servers[rollout.server].state
+        return True if state._version >= rollout.version else None
 
 
 class HastyLearner(Learner):
     """The clock moves before the packs of the step are taken."""
 
-    def begin_step(self, step: int, num_packs: int) -> Any:
-        self._now = step
-        return super().begin_step(step, num_packs)
-
-    def _hear_of_round(self, reservation: Reservation | None) -> RoundOutcome:
-        heard, rounds = super()._hear_of_round(reservation), vars(self._rounds)
-        self._rounds.take_in(self._now, heard)  # type: ignore[union-attr]
-        rounds["take_in"] = lambda step, outcome: rounds.pop("take_in")  # once
-        return heard
+    def _agree(self, step: int, reservation: Any, **more: Any) -> Any:
+        outcome, news = super()._agree(step, reservation, **more)
+        versions = self._versions
+        if versions is not None:
+            versions.apply(step, outcome, news)
+            vars(versions)["apply"] = lambda *facts: vars(versions).pop("apply")  # once
+        return outcome, news
 
 
 class HastyGroups(Groups):
@@ -310,10 +312,18 @@ class ProofLiftsOwnSuspicion(Parts):
 
 
 class ProofLiftsAgreedSuspicion(Parts):
-    rounds = ForgivingSchedule
+    updates = ForgivingUpdates
 
 
-class VersionForRound(Parts):
+class PushedWhileAsked(Parts):
+    updates = UndrainedUpdates
+
+
+class CopiedOverAPush(Parts):
+    updates = SecretiveUpdates
+
+
+class LaterVersionConfirms(Parts):
     client = VersionReadingClient
 
 
@@ -321,15 +331,11 @@ class ClockBeforePacks(Parts):
     learner = HastyLearner
 
 
-class RoundsUnderEvaluations(Parts):
+class VersionsUnderEvaluations(Parts):
     evaluation = UnpinnedEvaluation
 
 
-class InstallsUnderEvaluations(Parts):
-    learner = PromptLearner
-
-
-class RoundsAfterEvaluations(Parts):
+class VersionsAfterEvaluations(Parts):
     evaluation = StubbornEvaluation
 
 
@@ -369,8 +375,17 @@ class GuardAroundPreparation(Parts):
     pipeline = GuardedPipeline
 
 
+class DawdlingFence(LateFence):
+    """The same, with time for a request that waited."""
+
+    def reopen(self, version: int) -> None:
+        InferFence.reopen(self, self._version)
+        TimeNames.sleep(0.1)
+        InferFence.reopen(self, version)
+
+
 class VersionAfterDoor(Parts):
-    fence = LateFence
+    fence = DawdlingFence
 
 
 class CountedPacks(Parts):
@@ -381,7 +396,9 @@ FAILURES: dict[int, type[Parts]] = {2: GuardAroundPreparation, 3: VersionAfterDo
 """The predecessor's failures, put in again."""
 
 OTHERS: tuple[tuple[type[Parts], str], ...] = (
-    (ForgottenPosts, "a round begins while"),
+    (ForgottenPosts, "a push begins while|weights change on"),
+    (PushedWhileAsked, "an /infer/ reaches|weights change on|a push begins while"),
+    (CopiedOverAPush, "is copied over"),
     (LostSamples, "nobody holds them"),
     (ForgottenReturns, "nobody holds them"),
     (OutTwice, "PipelineFailed for no reason|EvaluationCounts"),
@@ -389,14 +406,13 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (NewestSpanCounts, "has the tokens"),
     (UnpurgedQueue, "raised StaleSample"),
     (LateTelling, "the ledger does not balance: a checkpoint holds exactly the samples in hand"),
-    (RoundsUnderEvaluations, "a round comes under the evaluation|under the evaluation of version"),
-    (InstallsUnderEvaluations, "under the evaluation of version"),
-    (RoundsAfterEvaluations, "a round is held back"),
+    (VersionsUnderEvaluations, "under the evaluation of version"),
+    (VersionsAfterEvaluations, "a version is held back"),
     (AheadUsedAtOnce, "uses a rollout of version"),
-    (UnconfirmedKept, "which has ended"),
-    (ProofLiftsOwnSuspicion, "suspected since, or in, the round that proved it"),
-    (ProofLiftsAgreedSuspicion, "suspected since, or in, the round that proved it"),
-    (VersionForRound, "whose round|which has ended"),
+    (UnconfirmedKept, "of which nothing more comes"),
+    (ProofLiftsOwnSuspicion, "suspected since, or in, the push that proved it"),
+    (ProofLiftsAgreedSuspicion, "suspected since, or in, the push that proved it"),
+    (LaterVersionConfirms, "whose version|of which nothing more comes"),
     (ClockBeforePacks, "raised StaleSample"),
     (ComparedTooEarly, "more may still come"),
     (NobodyAsksForTheRest, "groups wait for samples that nobody asks for"),

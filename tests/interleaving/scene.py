@@ -34,11 +34,6 @@ from interleaving.virtual_servers import (
     log_prob_of,
 )
 from interleaving.virtual_threading import TimeNames, active, installed, running
-from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
-from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.sync_round import WeightSync
 
 from swift_stage2.channel_b import groups
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
@@ -52,7 +47,8 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
-from swift_stage2.config import DecodingConfig, GrpoConfig, OnPending, PackingConfig
+from swift_stage2.config import DecodingConfig, GrpoConfig, PackingConfig
+from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
@@ -69,21 +65,28 @@ from swift_stage2.records import (
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.horizon import Pacer
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.version_schedule import VersionSchedule
 from swift_stage2.scheduling.watches import TruncationGuard
+from swift_stage2.servers.health_check import HealthCheck, ServerKind
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
 from swift_stage2.telemetry.timing import PipelineActivity
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
+from swift_stage2.weights.publisher import ThreadPublisher
+from swift_stage2.weights.snapshots import Snapshots
 from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.updates import Updates
 
 _HORIZON_S = 150.0
 _CONTROL_TIMEOUT_S = 60.0
 _NUM_ROWS = 40
 _PACKING_LENGTH = 4
 _SAVE_STEPS = 2
-_FINAL_S = 30.0  # for the round and the evaluation after the last step
+_FINAL_S = 30.0  # for the update and the evaluation after the last step
 _BUCKET_MIB = 4 / (1 << 20)  # one of the two tensors per bucket
 _ROWS = [{"index": index, "objects": {"ref": ["it"], "bbox": [[0, 0, 1, 1]]}} for index in range(_NUM_ROWS)]
 _QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
@@ -259,45 +262,42 @@ class Canary:
     """The greedy answer is the first weight."""
 
     def __init__(self, scene: Scene) -> None:
-        self.request: dict[str, Any] = {"messages": []}
-        self.config: dict[str, Any] = {}
         self._scene = scene
-        self._answer = 0
 
-    def answer(self) -> None:
-        self._answer = int(self._scene.weights[0])
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return list(token_ids) == [self._answer] * NUM_TOKENS
+    def answer(self) -> CanaryAnswer:
+        return CanaryAnswer({"messages": []}, {}, (int(self._scene.weights[0]),) * NUM_TOKENS)
 
 
-class RoundControl(VirtualControlGroup):
-    """Rank 0's: the moment at which something of a round is told."""
+class WatchedSnapshots(Snapshots):
+    """Tells when a version begins."""
 
     scene: Scene
 
-    def broadcast(self, message: Any) -> Any:
-        if isinstance(message, dict) and "outcome" in message:
-            self.scene.ledger.round_is_heard(message["outcome"])
-        return super().broadcast(message)
+    def take(self, version: int, **settings: Any) -> Any:
+        if self._control.rank == 0:
+            self.scene.begin_version(version)
+        return super().take(version, **settings)
 
 
-class RoundSync(WeightSync):
-    """Tells when a round begins."""
+class WatchedUpdates(Updates):
+    """Tells when pushes begin and how they end."""
 
     scene: Scene
-    rounds: RoundSchedule
 
-    def begin(self, version: int, targets: Sequence[int], **terms: Any) -> None:
-        if self._control.rank == 0:
-            self.scene.begin_round(version, targets, self.rounds, terms["round_id"], terms["staged"])
-        super().begin(version, targets, **terms)
+    def _push(self, server: int, life: ServerLife, newest: Any) -> None:
+        was_drained = life.state is LifeState.DRAINING
+        self.scene.ledger.push_begins(self.scene.servers[server], newest.number, was_drained=was_drained)
+        super()._push(server, life, newest)
 
-    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
-        if self._control.rank == 0:
-            servers = self.scene.servers
-            self.scene.ledger.catch_up_begins(round_id, {index: servers[index] for index in targets})
-        super().catch_up(targets, round_id=round_id)
+    def _take_result(self, server: int, result: Any) -> None:
+        life = self.lives[server]
+        counts = life.is_pushing
+        super()._take_result(server, result)
+        is_proven = counts and life.state is LifeState.PROVEN
+        error = result.report.error if result.report is not None else result.learner_fault
+        self.scene.ledger.push_ends(
+            self.scene.servers[server], is_proven=is_proven, error=error, counts=counts
+        )
 
 
 class Parts:
@@ -311,8 +311,8 @@ class Parts:
     groups: type[Groups] = Groups
     evaluation: type[PinnedEvaluation] = PinnedEvaluation
     learner: type[Learner] = Learner
-    rounds: type[RoundSchedule] = RoundSchedule
-    sync: type[RoundSync] = RoundSync
+    schedule: type[VersionSchedule] = VersionSchedule
+    updates: type[WatchedUpdates] = WatchedUpdates
 
 
 class Scene:
@@ -333,8 +333,8 @@ class Scene:
             delay_of_round=lambda: rng.choice(setting.round_delays_s),
         )
         self.servers = [
-            VirtualServer(f"http://s{index}", stock, self._watcher, can_abort=not stock, staging=staging)
-            for index, (stock, staging) in enumerate(zip(setting.stock, setting.staging, strict=True))
+            VirtualServer(f"http://s{index}", stock, self._watcher)
+            for index, stock in enumerate(setting.stock)
         ]
         _NETWORK.servers = {server.url: server for server in self.servers}
         self._room = MeetingRoom(setting.num_ranks, _CONTROL_TIMEOUT_S)
@@ -356,19 +356,15 @@ class Scene:
         for rank, (learner, b) in enumerate(learners):
             run.spawn(partial(self._train, rank, learner, b), "learner", f"rank {rank}")
 
-    def begin_round(
-        self, version: int, targets: Sequence[int], rounds: RoundSchedule, round_id: str, is_staged: bool
-    ) -> None:
-        states = rounds.states()
-        of_round = {index: (self.servers[index], states[index] is AgreedState.PROVEN) for index in targets}
-        self.ledger.round_begins(version, self.weights, of_round, round_id=round_id, is_staged=is_staged)
-        if self.ledger.num_rounds == self.setting.bad_weights_at_round:
+    def begin_version(self, version: int) -> None:
+        self.ledger.version_begins(version, self.weights)
+        if self.ledger.num_versions == self.setting.bad_weights_at_version:
             self._set_weights((float("nan"), float("nan")))
 
     def _train(self, rank: int, learner: Learner, b: ChannelB) -> None:
         learner.start()
         step, is_over = -1, False
-        while (step := step + 1) < self.setting.num_steps or b.rounds.pending:
+        while (step := step + 1) < self.setting.num_steps or any(learner._versions._closed):
             began_s = active().now
             ended = "well"
             try:
@@ -379,7 +375,7 @@ class Scene:
             self.ledger.agree(rank, step, "the end", ended)
             if is_over := ended != "well":
                 break
-            self.ledger.step(rank, step, decision, b, began_s)
+            self.ledger.step(rank, step, decision, learner, began_s)
             self.ledger.account(rank, b)
             self.ledger.check_groups(rank, b)
             if step % _SAVE_STEPS == 0:
@@ -399,7 +395,7 @@ class Scene:
             active().stop()
 
     def _evaluate_final(self, rank: int, learner: Learner, b: ChannelB, step: int) -> None:
-        """Alike on all ranks, in time, and of no other weights than those of the last round."""
+        """Alike on all ranks, in time, and of no other weights than those of the last version."""
         began_s = active().now
         try:
             learner.evaluate_final(step)
@@ -429,7 +425,7 @@ class Scene:
         setting = self.setting
         self.ledger.counts[f"runs ended by {ended}"] += 1
         expected = {
-            "WeightSyncError": setting.bad_weights_at_round is not None,
+            "WeightSyncError": setting.bad_weights_at_version is not None,
             "PipelineFailed": setting.failing_pipeline is not None and not setting.continue_on_failure,
         }
         if not expected[ended]:
@@ -453,14 +449,14 @@ class Scene:
         return Fate(latency_s, lose_connection=rng.random() < setting.lost_share)
 
     def _fate_of_push(self, server: VirtualServer) -> str:
-        return self.setting.push_fates.get((self.servers.index(server), self.ledger.num_rounds), "arrives")
+        return self.setting.push_fates.get(
+            (self.servers.index(server), self.ledger.num_pushes_to[server.url]), "arrives"
+        )
 
     def _make_rank(self, rank: int) -> tuple[Learner, ChannelB]:
         setting, ledger, parts = self.setting, self.ledger, self._parts
-        control: VirtualControlGroup = (RoundControl if rank == 0 else VirtualControlGroup)(rank, self._room)
-        control.scene = self  # type: ignore[attr-defined]
+        control = VirtualControlGroup(rank, self._room)
         urls = [server.url for server in self.servers]
-        fence = parts.fence(start_closed=True)
         clock = VersionClock()
         log = self._logs[rank]
         source = parts.source(
@@ -483,9 +479,8 @@ class Scene:
             )
         )
         attempts = Attempts(log)
-        client = parts.client(
+        client = type("Client", (parts.client,), {"make_fence": parts.fence})(
             urls,
-            fence=fence,
             decoding=DecodingConfig(),
             request_timeout_s=REQUEST_TIMEOUT_S,
             run_seed=0,
@@ -495,6 +490,9 @@ class Scene:
             max_inflight_per_server=setting.max_inflight,
             is_lost=lambda url, version: control.notes.read(_lost(url, version)) is not None,
             observer=attempts,
+            kinds={
+                url: ServerKind(is_ours=not stock) for url, stock in zip(urls, setting.stock, strict=True)
+            },
             columns=(LOG_PROBS,) if setting.num_generations > 1 else (),
         )
         events = RankEvents(ledger, rank, log, client)
@@ -543,52 +541,25 @@ class Scene:
         )
         pipelines.append(pipeline)
         self._watch_production(rank, pipeline)
-        courier = ThreadCourier(
-            [ServerEndpoint(url, 1) for url in urls],
-            lambda info: VirtualTransport(_NETWORK.servers),  # type: ignore[arg-type,return-value]
-        )
-        sync = parts.sync(
+        snapshots = WatchedSnapshots(
             control=control,
             export=WeightExport(self._module),
             canary=Canary(self),
-            courier=courier,
             run_id="run",
             timeout_s=SYNC_TIMEOUT_S,
-            straggler_s=setting.straggler_s,
-            on_pending=setting.on_pending,
-            rolling=setting.rolling,
-            bucket_mib=_BUCKET_MIB,  # type: ignore[arg-type]
-            canary_every_rounds=2,
+            bucket_mib=_BUCKET_MIB,
         )
-        rounds = parts.rounds(
-            len(urls),
-            setting.sync_every_steps,
-            backoff_steps=1,
-            max_backoff_steps=64,
-            staging=[index for index, staging in enumerate(setting.staging) if staging],
-        )
-        sync.scene, sync.rounds = self, rounds
+        snapshots.scene = self
         b = ChannelB(
             source=source,
             client=client,
             queue=queue,
             pipeline=pipeline,
-            fence=fence,
             clock=clock,
             guard=guard,
-            rounds=rounds,
-            sync=sync,
-            probe=SuspectProbe(
-                rank=rank,
-                api_key=None,
-                interval_s=0.25,
-                find_lost=sync.lost_servers,
-                on_lost=lambda server: control.notes.write(_lost(urls[server], clock.current), "lost"),
-            ),
-            abort=PendingAbort(
-                enabled=setting.on_pending is not OnPending.WAIT, rank=rank, api_key=None, run_id="run"
-            ),
-            run_id="run",
+            schedule=parts.schedule(setting.sync_every_steps),
+            snapshots=snapshots,
+            updates=self._make_updates(urls, snapshots, control) if rank == 0 else None,
             base_urls=list(urls),
             max_inflight_per_server=setting.max_inflight,
             min_ready_tokens=0,
@@ -605,6 +576,31 @@ class Scene:
             channel_b=b,
         )
         return learner, b
+
+    def _make_updates(
+        self, urls: Sequence[str], snapshots: Snapshots, control: VirtualControlGroup
+    ) -> WatchedUpdates:
+        setting = self.setting
+        updates = self._parts.updates(
+            [ServerLife(1, 64, stages=stages) for stages in setting.staging],
+            snapshots=snapshots,
+            publisher=ThreadPublisher(
+                [ServerEndpoint(url, 1) for url in urls],
+                lambda info: VirtualTransport(_NETWORK.servers),
+            ),
+            health=HealthCheck(base_urls=urls, api_key=None, interval_s=0.25),
+            sync=SyncConfig(
+                timeout_s=SYNC_TIMEOUT_S,
+                on_pending=setting.on_pending,
+                rolling=setting.rolling,
+                canary_every_rounds=2,
+            ),
+            straggler_s=setting.straggler_s,
+            sync_every_steps=setting.sync_every_steps,
+            on_lost=lambda server, version: control.notes.write(_lost(urls[server], version), "lost"),
+        )
+        updates.scene = self
+        return updates
 
     def _make_groups(
         self, rank: int, ends: AttemptOutcomes, source: SampleSource, clock: VersionClock

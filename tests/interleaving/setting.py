@@ -43,10 +43,10 @@ class Setting:
     stock: tuple[bool, ...] = (True,)
     """One entry per server: whether it is a stock one."""
     staging: tuple[bool, ...] = (False,)
-    """One entry per server: whether it answers while the weights of a round arrive."""
+    """One entry per server: whether it answers while new weights arrive; else it is drained first."""
     rolling: bool = True
     straggler_s: float = SYNC_TIMEOUT_S
-    """What other servers of a round have after the first proof."""
+    """What pushes have once another version is due."""
     round_delays_s: tuple[float, ...] = (0.0,)
     """A bucket, an install and a proof take so much longer, drawn for each."""
     num_steps: int = 6
@@ -81,8 +81,8 @@ class Setting:
     poison_row: int | None = None
     deaths: tuple[Death, ...] = ()
     push_fates: dict[tuple[int, int], str] = field(default_factory=dict)
-    """(server, number of the round) → how the push to it fares."""
-    bad_weights_at_round: int | None = None
+    """(server, number of the push to it) → how that fares."""
+    bad_weights_at_version: int | None = None
     failing_pipeline: tuple[int, int] | None = None
     """(rank, number of segments after which its encoder raises)."""
     stop: tuple[int, float] | None = None
@@ -241,5 +241,5 @@ def _with_trouble(setting: Setting, rng: random.Random) -> Setting:
             return replace(setting, stop=(rank, rng.uniform(0, span_s)))
         case _:
             if rng.random() < 0.5:
-                return replace(setting, bad_weights_at_round=rng.randint(2, 3))
+                return replace(setting, bad_weights_at_version=rng.randint(2, 3))
             return replace(setting, stall_share=rng.choice((0.002, 0.01)))

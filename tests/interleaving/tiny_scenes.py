@@ -64,7 +64,7 @@ def fence_scene(fence_type: type[InferFence], num_posters: int, num_rounds: int)
                 if weights.num_running:
                     active().fail("an /infer/ runs during a push")
                 weights.version += 1
-                fence.reopen(clock.advance())
+                fence.reopen(clock.advance(clock.current + 1))
 
         for number in range(num_posters):
             active().spawn(partial(post, number), f"poster {number}")
@@ -128,7 +128,7 @@ def reservation_scene(
             assert reservation is not None
             promised.extend(reservation._packs)
             active().point("agrees")
-            clock.advance()  # as in a round that nobody foresaw
+            clock.advance(1)  # as by a proof that nobody foresaw
             if releases:
                 promised.clear()
                 reservation.release()

@@ -1,4 +1,4 @@
-"""Rollout servers in memory: weights, running ``/infer/`` calls, rounds, and faults; and the ways to reach them.
+"""Rollout servers in memory: weights, running ``/infer/`` calls, installs, and faults; and the ways to reach them.
 
 A call that its caller gave up goes on being computed until it ends by itself, as on a stock server. What a server
 computes with is told in every completion's text, so that nobody has to believe a version number.
@@ -20,9 +20,10 @@ from swift_stage2.columns import LOG_PROBS
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import infer_wire, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import checksum_tensor
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.transport import OurTransport, ServerEndpoint
 
 FOR_EVER = 1e6
 Weights = tuple[float, ...]
@@ -75,20 +76,15 @@ class VirtualServer:
     url: str
     stock: bool
     watcher: Watcher
-    can_abort: bool = False
-    staging: bool = False
     alive: bool = True
     num_starts: int = 1
     weights: Weights = BASE_WEIGHTS
     version: int | None = None
     run_id: str | None = None
-    round_id: str | None = None  # of the weights
     running: list[Computation] = field(default_factory=list)
     changed: list[Strand] = field(default_factory=list)
-    round: wire.RoundRequest | None = None
-    round_ends: float = 0.0
-    loaded: bool = False  # the open round's weights are in the model
-    installing: bool = False  # from then on or a little before: the door of a staged round is shut
+    offered: wire.WeightOffer | None = None
+    installing: bool = False  # from then on or a little before: the gate is shut
     vouched: bool = True
     arrived: dict[str, Any] = field(default_factory=dict)
 
@@ -108,14 +104,10 @@ class VirtualServer:
         self.wake()
 
     def start_again(self) -> None:
-        """Another process: the weights it was first started with, and no memory of any round."""
+        """Another process: the weights it was first started with, and no memory of any other."""
         self.alive, self.num_starts = True, self.num_starts + 1
-        self.weights, self.version, self.run_id, self.round_id = BASE_WEIGHTS, None, None, None
-        self.vouched = True
-        self._forget_round()
-
-    def _forget_round(self) -> None:
-        self.round, self.loaded, self.installing, self.arrived = None, False, False, {}
+        self.weights, self.version, self.run_id = BASE_WEIGHTS, None, None
+        self.vouched, self.offered, self.installing, self.arrived = True, None, False, {}
         self.wake()
 
     def wake(self) -> None:
@@ -127,13 +119,9 @@ class VirtualServer:
 
     def answer(self, call: VirtualCall) -> tuple[int, Any]:
         """Status and body; takes virtual time. Raises what httpx raises when the connection breaks."""
-        self._end_round_in_time()
         path = call.path
         if self.stock and (path.startswith("/stage2/") or path == vllm_serve.WEIGHT_INFO):
             return 404, {"detail": "Not Found"}
-        named = call.headers.get(wire.ROUND_HEADER)
-        if named is not None and (self.round is None or self.round.round_id != named):
-            return 409, {"detail": "another round", "reason": "no_round"}
         handler = getattr(self, _HANDLERS[path])
         return handler(call)  # type: ignore[no-any-return]
 
@@ -141,8 +129,7 @@ class VirtualServer:
         specs = [wire.TensorSpec(str(index), (1,), "float32") for index in range(len(BASE_WEIGHTS))]
         info = wire.ServerInfo(
             stock=False, incarnation=self.incarnation, weight_version=self.version, run_id=self.run_id,
-            state="ready", can_abort=self.can_abort, manifest=tuple(specs), staging=self.staging,
-            round_id=self.round_id, resume=True,
+            state="ready", manifest=tuple(specs), resume=True,
         )  # fmt: skip
         return 200, info.to_json()
 
@@ -152,17 +139,14 @@ class VirtualServer:
     def _infer(self, call: VirtualCall) -> tuple[int, Any]:
         requests = call.body["infer_requests"]
         asker = active().current
-        in_round = asker is not None and "push to" in asker.name
-        if not in_round:
+        is_canary = asker is not None and "push to" in asker.name
+        if not is_canary:
             self.watcher.on_infer(self)
-            while self.installing:  # the door of a staged round
-                call.wait(self, until=self.round_ends)
-                self._end_round_in_time()
-            if self.round is not None and not self.round.staged:
-                return 409, {"detail": "a round is open", "reason": "round_open"}
-            if not self.vouched:
-                return 409, {"detail": "unproven", "reason": "unproven"}
-        fate = Fate() if in_round else self.watcher.fate_of_infer(self, call.body)
+        while self.installing:  # the gate
+            call.wait(self, until=FOR_EVER)
+        if not self.vouched:
+            return 409, {"detail": "unproven", "reason": "unproven"}
+        fate = Fate() if is_canary else self.watcher.fate_of_infer(self, call.body)
         may_abort = all(infer_wire.may_abort(request) for request in requests)
         computation = Computation(active().now, active().now + fate.latency_s, may_abort)
         stamp, weights = self._stamp(), self.weights
@@ -189,8 +173,6 @@ class VirtualServer:
         return {
             "weight_version": self.version,
             "run_id": self.run_id,
-            "incarnation": self.incarnation,
-            "round_id": self.round_id,
         }
 
     def _failures(self, fate: Fate) -> dict[str, Any]:
@@ -226,28 +208,21 @@ class VirtualServer:
             call.wait(self, until=min(c.end for c in waited_for))
         return 200, {"message": "Request received, resetting status: True"}
 
-    def _begin(self, call: VirtualCall) -> tuple[int, Any]:
-        request = wire.RoundRequest.from_json(call.body)
-        if self.computing() and not request.staged:
-            return 409, {"detail": "busy", "reason": "busy"}
-        if self.round is not None and self.round.run_id != request.run_id:
-            return 409, {"detail": "a round is open", "reason": "round_open"}
-        self._end_round()
-        self.round, self.round_ends = request, active().now + request.timeout_s
-        return 200, {"message": "begun", "incarnation": self.incarnation}
-
     def _announce(self, call: VirtualCall) -> tuple[int, Any]:
         refused = self.watcher.fate_of_push(self) == "refused"
         return (500, {"detail": "cannot take weights"}) if refused else (200, {})
 
-    def _open_stream(self, call: VirtualCall) -> tuple[int, Any]:
-        if not self.stock and self.round is None:
-            return 409, {"detail": "no round", "reason": "no_round"}
-        return (200, {}) if self.stock else self._announce(call)
+    def _take_offer(self, call: VirtualCall) -> tuple[int, Any]:
+        offer = wire.WeightOffer.from_json(call.body)
+        status, answer = self._announce(call)
+        if status != 200:
+            return status, answer
+        self.offered, self.arrived = offer, {}
+        return 200, wire.OfferAnswer(taken=True, message="").to_json()
 
-    def take(self, tensors: Mapping[str, Any], round_id: str | None) -> None:
-        """A bucket, or all of a file; a stream of ours ends with its round."""
-        if not self.stock and (self.round is None or self.round.round_id != round_id):
+    def take(self, tensors: Mapping[str, Any], version: int) -> None:
+        """A bucket, or all of a file; a newer offer ends the stream of an older one."""
+        if not self.stock and (self.offered is None or self.offered.version != version):
             raise ServerFault("the stream was closed")
         self.arrived |= {name: tensor.clone() for name, tensor in tensors.items()}
         if self.stock:
@@ -262,48 +237,31 @@ class VirtualServer:
             values[int(name)] = value + 1000.0 if corrupt else value
         self.weights = tuple(values)
 
-    def _process(self, call: VirtualCall) -> tuple[int, Any]:
-        current = self.round
-        if self.stock:
-            return 200, {"message": "processed", "non_finite": []}
-        if current is None or len(self.arrived) < len(self.weights):
+    def _install(self, call: VirtualCall) -> tuple[int, Any]:
+        wanted, offered = wire.InstallRequest.from_json(call.body), self.offered
+        if offered is None or (offered.run_id, offered.version) != (wanted.run_id, wanted.version):
+            return 409, {"detail": "never offered", "reason": "no_weights"}
+        if self.installing or len(self.arrived) < len(self.weights):
             return 500, {"detail": "not all has arrived"}
-        self.installing = current.staged
-        if current.staged and wire.InstallRequest.from_json(call.body).aborts:
-            self._abort_pending()
-        while current.staged and (pending := self.computing()):
-            call.wait(self, until=min(self.round_ends, *(c.end for c in pending)))
-            self._end_round_in_time()
-            if self.round is not current:
-                return 500, {"detail": "the round ended before its weights were loaded"}
-        if self.watcher.fate_of_push(self) == "not installed":
-            self._end_round()
-            return 500, {"detail": "it cannot"}
-        self._load()
-        self.version, self.run_id, self.round_id = current.version, current.run_id, current.round_id
-        self.loaded = self.vouched = True
-        self._take_time(call)
-        return 200, {"message": "processed", "non_finite": []}
-
-    def _finish(self, call: VirtualCall) -> tuple[int, Any]:
-        wanted = wire.FinishRequest.from_json(call.body)
-        if self.round is None or self.round.round_id != wanted.round_id:
-            return 409, {"detail": "no round", "reason": "no_round"}
-        if not wanted.commit or not self.loaded:
-            self._end_round()
-            return 200, {"message": "given up"}
-        import torch
-
-        arrived = {name: checksum_tensor(chunk) for name, chunk in self.arrived.items()}
-        resident = {
-            name: checksum_tensor(torch.tensor([self.weights[int(name)]], dtype=torch.float32))
-            for name in arrived
-        }
-        proof = wire.RoundProof(
-            self.round.round_id, self.incarnation, self.round.version, arrived, resident, tuple(arrived)
-        )
-        self.vouched, self.loaded = arrived == resident, False
-        self._end_round()
+        self.installing = True
+        try:
+            if wanted.aborts:
+                self._abort_pending()
+            while pending := self.computing():
+                call.wait(self, until=min(c.end for c in pending))
+                if self.offered is not offered:
+                    return 409, {"detail": "replaced", "reason": "no_weights"}
+            if self.watcher.fate_of_push(self) == "not installed":
+                return 500, {"detail": "it cannot"}
+            self.vouched = False
+            self._load()
+            self.version, self.run_id = offered.version, offered.run_id
+            self._take_time(call)
+            proof = self._proof(offered)
+            self.vouched = proof.vouches_for(wanted.checksums)
+        finally:
+            self.installing = False
+            self.wake()
         fate = self.watcher.fate_of_push(self)
         if fate == "dies installed":
             self.die()
@@ -312,16 +270,27 @@ class VirtualServer:
         self._take_time(call)
         return 200, proof.to_json()
 
+    def _proof(self, offered: wire.WeightOffer) -> wire.WeightProof:
+        import torch
+
+        arrived = {name: checksum_tensor(chunk) for name, chunk in self.arrived.items()}
+        resident = {
+            name: checksum_tensor(torch.tensor([self.weights[int(name)]], dtype=torch.float32))
+            for name in arrived
+        }
+        return wire.WeightProof(
+            run_id=offered.run_id,
+            version=offered.version,
+            incarnation=self.incarnation,
+            arrived=arrived,
+            resident=resident,
+            loaded=tuple(arrived),
+        )
+
     def _take_time(self, call: VirtualCall) -> None:
         ends = active().now + self.watcher.delay_of_round()
         while active().now < ends:
             call.wait(self, until=ends)
-
-    def _abort(self, call: VirtualCall) -> tuple[int, Any]:
-        request = wire.AbortRequest.from_json(call.body)
-        if request.version == self.version:
-            self._abort_pending()
-        return 200, {}
 
     def _abort_pending(self) -> None:
         for call in self.computing():
@@ -336,15 +305,6 @@ class VirtualServer:
     def _nothing(self, call: VirtualCall) -> tuple[int, Any]:
         return 200, {}
 
-    def _end_round_in_time(self) -> None:
-        if self.round is not None and active().now >= self.round_ends:
-            self._end_round()
-
-    def _end_round(self) -> None:
-        """What was loaded and is not vouched for is nobody's."""
-        self.vouched = self.vouched and not self.loaded
-        self._forget_round()
-
 
 _HANDLERS = {
     wire.SERVER_INFO: "_info",
@@ -354,13 +314,12 @@ _HANDLERS = {
     wire.RESET_PREFIX_CACHE: "_reset",
     wire.RESET_ENCODER_CACHE: "_reset",
     wire.RESET_MM_CACHE: "_reset",
-    wire.BEGIN_ROUND: "_begin",
-    wire.FINISH_ROUND: "_finish",
+    wire.WEIGHTS: "_take_offer",
+    wire.INSTALL: "_install",
     wire.UPDATE_FLATTENED_PARAMS: "_announce",
-    wire.PROCESS_WEIGHTS: "_process",
-    wire.INIT_COMMUNICATOR: "_open_stream",
+    wire.PROCESS_WEIGHTS: "_nothing",
+    wire.INIT_COMMUNICATOR: "_announce",
     wire.CLOSE_COMMUNICATOR: "_nothing",
-    wire.ABORT: "_abort",
 }
 
 
@@ -440,26 +399,28 @@ class VirtualHttp:
         """Nothing is held."""
 
 
-class VirtualTransport(WeightTransport):
-    """Carries weights to one server, in buckets to a stock one, whose group lives from round to round."""
+class VirtualTransport(OurTransport):
+    """Carries weights to one server, in buckets to a stock one, whose group lives from push to push."""
 
     def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
         self._servers = servers
         self._server: VirtualServer | None = None
         self._joined: str | None = None
-        self._round_id: str | None = None
+        self._version = 0
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
-        server = self._servers[session.base_url]
-        if server.stock and self._server is not None and not self.is_lost():
+        server, self._version = self._servers[session.base_url], spec.identity.version
+        if not server.stock:
+            self._offer(session, spec, wire.WeightWay.STREAM, port=1, num_bytes=snapshot.file.num_bytes)
+        elif self._server is None or self.is_lost():
+            session.get(wire.WORLD_SIZE, spec.deadline)
+            session.post(wire.CLOSE_COMMUNICATOR, {}, spec.deadline)
+            session.post(wire.INIT_COMMUNICATOR, {}, spec.deadline)
+        else:
             return "virtual"
-        if server.stock:
-            session.get(wire.WORLD_SIZE, deadline)
-            session.post(wire.CLOSE_COMMUNICATOR, {}, deadline)
-        session.post(wire.INIT_COMMUNICATOR, {}, deadline)
-        self._server, self._joined, self._round_id = server, server.incarnation, session.round_id
+        self._server, self._joined = server, server.incarnation
         return "virtual"
 
     def carry(
@@ -473,6 +434,13 @@ class VirtualTransport(WeightTransport):
             require_wanted()
             session.post(wire.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
             self._send({spec.name: snapshot.tensors[spec.name] for spec in bucket.specs}, deadline)
+
+    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
+        assert self._server is not None
+        if self._server.stock:
+            session.post(wire.PROCESS_WEIGHTS, {}, spec.deadline)
+        else:
+            super().install(session, spec, sent)
 
     def _send(self, tensors: Mapping[str, Any], deadline: Deadline) -> None:
         server = self._server
@@ -490,7 +458,7 @@ class VirtualTransport(WeightTransport):
             server.die()
         if self.is_lost():
             raise ServerFault("the server was lost while weights were sent")
-        server.take(tensors, self._round_id)
+        server.take(tensors, self._version)
 
     def is_lost(self) -> bool:
         server = self._server

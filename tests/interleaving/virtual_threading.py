@@ -21,15 +21,13 @@ from swift_stage2 import evaluation, fence
 from swift_stage2.channel_b import attempts, pipeline, ready_queue, sample_source
 from swift_stage2.channel_b.rollouts import batch, client, seeds, server_client, server_state
 from swift_stage2.learner import learner
-from swift_stage2.learner import rounds as learner_rounds
+from swift_stage2.learner import versions as learner_versions
 from swift_stage2.scheduling import horizon, version_clock
 from swift_stage2.servers import call as server_call
-from swift_stage2.servers import pending_abort
-from swift_stage2.servers import probe as suspect_probe
+from swift_stage2.servers import health_check
 from swift_stage2.servers import session as server_session
-from swift_stage2.weights import courier, proof, snapshot, transfer
+from swift_stage2.weights import publisher, snapshot, snapshots, updates
 from swift_stage2.weights import push as server_push
-from swift_stage2.weights import sync_round as weight_sync
 
 _active: Scheduler | None = None
 
@@ -118,6 +116,12 @@ class Condition(Lock):
         notified = _await_wake(self._sleepers, "wait", None if timeout is None else active().now + timeout)
         self.acquire()
         return notified
+
+    def wait_for(self, is_over: Callable[[], bool], timeout: float) -> bool:
+        end = active().now + timeout
+        while not is_over() and active().now < end:
+            self.wait(end - active().now)
+        return is_over()
 
     def notify_all(self) -> None:
         _wake_all(self._sleepers)
@@ -328,12 +332,12 @@ class Executor:
 
 
 _WITH_THREADING = (
-    attempts, client, courier, evaluation, fence, pipeline, proof, ready_queue, sample_source, seeds, server_call,
-    server_client, server_push, server_state, snapshot, suspect_probe, version_clock,
+    attempts, client, evaluation, fence, health_check, pipeline, publisher, ready_queue, sample_source, seeds,
+    server_call, server_client, server_push, server_state, snapshot, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    attempts, batch, client, courier, learner, learner_rounds, horizon, pipeline, server_client, server_push,
-    server_session, transfer, weight_sync,
+    attempts, batch, client, learner, learner_versions, horizon, pipeline, server_client, server_push, server_session,
+    snapshots, updates,
 )  # fmt: skip
 
 
@@ -356,12 +360,11 @@ def installed(
     changes: list[tuple[Any, str, Any]] = [
         *((module, "threading", ThreadingNames) for module in _WITH_THREADING),
         *((module, "time", TimeNames) for module in _WITH_TIME),
-        (pending_abort, "ThreadPoolExecutor", Executor),
         (httpx, "HTTPTransport", make_http_transport),
         (httpx, "AsyncHTTPTransport", make_async_transport),
         (asyncio, "new_event_loop", make_loop),
         (server_push.ServerPush, "__bases__", (Thread,)),
-        (weight_sync, "RoundWatch", NoWatch),
+        (snapshots, "RoundWatch", NoWatch),
         # Bound when these were defined, so that a name put into the module comes too late.
         (server_session.Deadline.__init__, "__defaults__", (TimeNames.monotonic,)),
     ]

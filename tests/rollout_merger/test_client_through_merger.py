@@ -29,7 +29,7 @@ def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
         "max_inflight_per_server": 16,
     }
     client = rollout_batch.make_client(merger.url, **settings | changes)
-    client.set_proven({merger.url: ServedWeights(None, 3, None)})
+    client.set_proven({merger.url: ServedWeights(3, stamps=False)})
     return client
 
 

@@ -258,7 +258,7 @@ def test_what_an_abandoned_caller_left_never_starts_after_an_ordered_call_answer
 def test_it_is_a_stock_server_to_its_callers(upstream: FakeRolloutServer, merger: LiveMerger) -> None:
     upstream.on_get = lambda call: Answer(body=b'{"world_size": 1}')
     assert merger.get(wire.SERVER_INFO).status_code == 404
-    assert merger.post(wire.ABORT, {}).status_code == 404
+    assert merger.post(wire.INSTALL, {}).status_code == 404
     assert merger.get(wire.WORLD_SIZE).json() == {"world_size": 1}
     update = {"metadatas": [{"name": "a"}]}
     assert merger.post(wire.UPDATE_FLATTENED_PARAMS, update).status_code == 200

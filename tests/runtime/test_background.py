@@ -8,13 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import SuspectProbe
 from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
 from swift_stage2.runtime.background import BackgroundCall, BackgroundFailures
+from swift_stage2.servers.probe import SuspectProbe
 
 LONGEST_WAIT_S = 60.0
 
@@ -122,12 +121,3 @@ def test_the_probe_outlives_what_goes_wrong_in_one_look(failures: BackgroundFail
     assert failures.take() == (
         "the background thread 'suspect-probe' failed: RuntimeError: can't start new thread",
     )
-
-
-def test_an_abort_that_goes_wrong_is_told(failures: BackgroundFailures) -> None:
-    abort = PendingAbort(enabled=True, rank=0, api_key="k e y", run_id="run", failures=failures)
-    abort.ask(["http://127.0.0.1:1"], 1)
-    told: list[str] = []
-    wait_for(lambda: bool(told.extend(failures.take()) or told))
-    abort.stop()
-    assert "'pending-abort' failed: ConfigError: the API key must be printable" in told[0]

@@ -47,10 +47,10 @@ def test_a_suspect_that_answers_again_takes_the_last_rounds_weights_and_no_round
     assert not schedule.is_due(3)
     assert schedule.begin_catch_up(3) == (1,)
     assert (schedule.catching_up, schedule.in_transfer, schedule.pending) == (True, False, False)
-    assert (schedule.kept_round_id("run"), schedule.round_id("run")) == ("run-0", "run-1")
+    assert schedule.version == 1
     assert schedule.finish(4, proven=[1], failed=()) == (1,)
     assert (schedule.proven, schedule.catching_up) == ((0, 1), False)
-    assert (schedule.kept_round_id("run"), schedule.round_id("run")) == ("run-0", "run-1")
+    assert schedule.version == 1, "of the weights that it brought"
     assert [step for step in range(5, 12) if schedule.is_due(step)] == [10, 11], "the cadence has not moved"
 
 
@@ -92,8 +92,8 @@ class Run(RuleBasedStateMachine):
         )
         self.step = 0
         self.targets: tuple[int, ...] = ()
-        self.snapshot = ""  # the round whose weights lie in memory
-        self.proven_rounds: set[str] = set()
+        self.snapshot = 0  # the version whose weights lie in memory
+        self.proven_versions: set[int] = set()
 
     @rule(
         suspect=st.lists(st.booleans(), min_size=NUM_SERVERS, max_size=NUM_SERVERS),
@@ -108,26 +108,25 @@ class Run(RuleBasedStateMachine):
     def begin_what_can(self) -> None:
         if self.schedule.is_due(self.step):
             self.targets = self.schedule.targets(self.step)
-            self.snapshot = self.schedule.round_id("run")
             self.schedule.begin(self.step, staged=self.schedule.are_staging(self.targets))
+            assert self.schedule.version > self.snapshot, "no version comes again"
+            self.snapshot = self.schedule.version
             return
         before = self.schedule.proven
         self.targets = self.schedule.begin_catch_up(self.step)
         if self.targets:
-            assert self.schedule.kept_round_id("run") == self.snapshot, "only what lies in memory is brought"
-            assert self.snapshot in self.proven_rounds, "and was proven"
+            assert self.schedule.version == self.snapshot, "only what lies in memory is brought"
+            assert self.snapshot in self.proven_versions, "and was proven"
             assert self.staging.issuperset((*self.targets, *before))
             assert set(self.targets) <= set(self.schedule.suspects)
 
     @precondition(lambda self: self.targets)
     @rule(works=st.lists(st.booleans(), min_size=NUM_SERVERS, max_size=NUM_SERVERS))
     def finish(self, works: list[bool]) -> None:
-        number, was_round = self.schedule.round_id("run"), self.schedule.in_transfer
         proven = [server for server in self.targets if works[server]]
         failed = [server for server in self.targets if not works[server]]
         if self.schedule.finish(self.step, proven=proven, failed=failed):
-            self.proven_rounds.add(self.snapshot)
-        assert (self.schedule.round_id("run") != number) == was_round
+            self.proven_versions.add(self.snapshot)
         self.targets = ()
 
     @invariant()
