@@ -161,7 +161,6 @@ class RunFiles:
             Round(
                 time=self.now,
                 step=self.step,
-                round_id="x",
                 version=self.version,
                 committed=True,
                 seconds=ROUND_S,

@@ -78,14 +78,14 @@ def step(
     )
 
 
-def round_outcome(version: int, *proven: bool, seconds: float = 1.0, round_id: str = "r") -> RoundOutcome:
+def round_outcome(version: int, *proven: bool, seconds: float = 1.0) -> RoundOutcome:
     reports = {
         index: ServerReport(
             ok, None if ok else "refused", "checksums", 100, {"push": 0.5 + index, "prove": 0.25}
         )
         for index, ok in enumerate(proven)
     }
-    return RoundOutcome(round_id, version, reports, seconds=seconds, canary_seconds=0.125)
+    return RoundOutcome(version, reports, seconds=seconds, canary_seconds=0.125)
 
 
 def started(run_dir: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Telemetry:

@@ -24,12 +24,12 @@ def run_dir(tmp_path: Path) -> Path:
     plans = [PLAN_A, PLAN_B, skipped(), PLAN_B, PLAN_A, skipped(SkipReason.SERVERS_SUSPECT)]
     for rank in range(2):
         telemetry = started(tmp_path, rank, 2)
-        telemetry.record_round(0, round_outcome(1, True, False, seconds=2.0, round_id="a"))
+        telemetry.record_round(0, round_outcome(1, True, False, seconds=2.0))
         for number, plan in enumerate(plans):
             packs = (pack(version=1), pack("q", version=2 - rank)) if plan is PLAN_B else ()
             with telemetry.activity("busy"):
                 telemetry.record_step(step(number, plan, version=2, packs=packs))
-        telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0, round_id="b"))
+        telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0))
         match(telemetry, quality(pairs=3, predictions=4, truths=6))
         telemetry.pipeline.dropped(pack(), "dropped_oldest")
         telemetry.pipeline.count("rollouts_dropped_stale", 3)
@@ -76,9 +76,9 @@ def test_losses_lags_and_quality(run_dir: Path) -> None:
 
 def test_a_catch_up_is_no_round_and_its_servers_are_counted(tmp_path: Path) -> None:
     telemetry = started(tmp_path)
-    telemetry.record_round(0, round_outcome(1, True, True, round_id="a"))
+    telemetry.record_round(0, round_outcome(1, True, True))
     for step_number, proven in ((2, False), (3, True)):
-        outcome = round_outcome(1, proven, round_id="a")
+        outcome = round_outcome(1, proven)
         telemetry.record_round(step_number, replace(outcome, is_catch_up=True))
     telemetry.close()
     summary = summarise(tmp_path)
