@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.servers import infer_wire
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.snapshot import SnapshotFile
 
 MIB = 1 << 20
@@ -45,16 +45,16 @@ class TextCanary:
     """A greedy question without an image; the answer is Hugging Face's own ``generate``."""
 
     def __init__(self, module: Any, tokenizer: Any) -> None:
-        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "Detect all objects"}]}
-        self.config = infer_wire.greedy_config(_CANARY_TOKENS)
+        self._request: dict[str, Any] = {"messages": [{"role": "user", "content": "Detect all objects"}]}
+        self._config = infer_wire.greedy_config(_CANARY_TOKENS)
         self._module = module
+        self._closing = (tokenizer.eos_token_id,)
         text = tokenizer.apply_chat_template(
-            self.request["messages"], tokenize=False, add_generation_prompt=True
+            self._request["messages"], tokenize=False, add_generation_prompt=True
         )
         self._prompt = tokenizer(text, return_tensors="pt")["input_ids"].to(module.device)
-        self._answer: list[int] = []
 
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         with torch.no_grad():
             tokens = self._module.generate(
                 input_ids=self._prompt,
@@ -62,10 +62,8 @@ class TextCanary:
                 max_new_tokens=_CANARY_TOKENS,
                 do_sample=False,
             )
-        self._answer = tokens[0, self._prompt.shape[1] :].tolist()
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return list(token_ids)[: len(self._answer)] == self._answer[: len(token_ids)] and bool(token_ids)
+        ids = CanaryAnswer.without_closing(tokens[0, self._prompt.shape[1] :].tolist(), self._closing)
+        return CanaryAnswer(self._request, self._config, ids, self._closing)
 
 
 class SyncLearner:

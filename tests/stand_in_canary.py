@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from swift_stage2.weights.proof import CanaryAnswer
+
+REQUEST = {"messages": [{"role": "user", "content": "ping"}]}
 
 
-class StandInCanary:
+class AgreeingAnswer(CanaryAnswer):
     """Agrees with every answer."""
-
-    def __init__(self) -> None:
-        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}
-        self.config: dict[str, Any] = {}
-
-    def answer(self) -> None: ...
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
         return True
 
 
-class UnaskedCanary(StandInCanary):
-    """Of rounds that checksums prove."""
+class RefusingAnswer(CanaryAnswer):
+    """Must not be asked."""
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
         raise AssertionError("a proof by checksums asks no canary")
+
+
+class StandInCanary:
+    def answer(self) -> CanaryAnswer:
+        return AgreeingAnswer(REQUEST, {})
+
+
+class UnaskedCanary:
+    """Of versions that checksums prove."""
+
+    def answer(self) -> CanaryAnswer:
+        return RefusingAnswer(REQUEST, {})

@@ -31,14 +31,11 @@ SPEC = wire.TensorSpec("w", (2, 3), "float32")
 MESSAGES: list[wire.Message] = [
     SPEC,
     wire.ServerInfo(False, "one", "vllm", "m", weight_version=3, run_id="run", manifest=(SPEC,)),
-    wire.RoundRequest("r", "run", 4, (SPEC,), 5.0, True),
-    wire.StreamOffer(20_000, 100),
-    wire.MemoryOffer("/proc/1/fd/3"),
-    wire.MemoryAnswer("mapped", True),
-    wire.InstallRequest("resume"),
-    wire.FinishRequest("r", True, {"w": "sum"}),
-    wire.RoundProof("r", "one", 4, {"w": "sum"}, {"w": "sum"}, ("w",)),
-    wire.AbortRequest("run", 3),
+    wire.WeightOffer("run", 4, (SPEC,), wire.WeightWay.STREAM, port=20_000, num_bytes=100, timeout_s=5.0),
+    wire.WeightOffer("run", 4, (SPEC,), wire.WeightWay.SHARED_MEMORY, path="/proc/1/fd/3"),
+    wire.OfferAnswer(True, "listening", "secret"),
+    wire.InstallRequest("run", 4, {"w": "sum"}, "resume", 5.0),
+    wire.WeightProof("run", 4, "one", {"w": "sum"}, {"w": "sum"}, ("w",)),
     WeightSums("one", {"w": "sum"}, {}, ("q",), {}, ("e",)),
     FailedRequests((FailedRequest(3, "image"),), "refused"),
     SamplingOptions.from_json(greedy_config(8)),
@@ -51,6 +48,7 @@ BAD_OPTIONS = (
     ("seed", -3),
     ("stop", [""]),
 )
+OFFER = {"run_id": "a", "version": 1, "manifest": [], "way": "tcp", "port": 1}
 MANY_MEMBERS = {str(number): 0 for number in range(100_000)}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -96,15 +94,16 @@ def test_any_json_is_read_or_refused_in_one_line(data: Any, key: str) -> None:
         (wire.TensorSpec, {"name": "w", "shape": [1.0], "dtype": "float32"}),
         (wire.TensorSpec, {"name": "w", "shape": [2**63], "dtype": "float32"}),
         (wire.TensorSpec, {"name": 1, "shape": [], "dtype": "float32"}),
-        (wire.RoundRequest, {"round_id": "r", "run_id": "a", "version": True, "manifest": []}),
-        (wire.RoundRequest, {"round_id": "r", "run_id": "a", "version": 1, "manifest": [], "timeout_s": 0}),
-        (wire.StreamOffer, {"port": 65536}),
-        (wire.StreamOffer, {"port": 1, "backend": "nccl"}),
-        (wire.StreamOffer, {"port": 1, "num_bytes": "1"}),
-        (wire.MemoryOffer, {"path": None}),
-        (wire.InstallRequest, {"on_pending": "drop"}),
-        (wire.FinishRequest, {"round_id": "r", "commit": "yes"}),
-        (wire.FinishRequest, {"round_id": "r", "checksums": MANY_MEMBERS}),
+        (wire.WeightOffer, OFFER | {"version": True}),
+        (wire.WeightOffer, OFFER | {"timeout_s": 0}),
+        (wire.WeightOffer, OFFER | {"way": "nccl"}),
+        (wire.WeightOffer, OFFER | {"port": 65536}),
+        (wire.WeightOffer, OFFER | {"port": None}),
+        (wire.WeightOffer, OFFER | {"num_bytes": "1"}),
+        (wire.WeightOffer, OFFER | {"way": "shared_memory"}),
+        (wire.InstallRequest, {"run_id": "a", "version": 1}),
+        (wire.InstallRequest, {"run_id": "a", "version": 1, "checksums": {}, "on_pending": "drop"}),
+        (wire.InstallRequest, {"run_id": "a", "version": 1, "checksums": MANY_MEMBERS}),
         (InferCall, {}),
         (InferCall, {"infer_requests": []}),
         (InferCall, {"infer_requests": [1], "adapter_request": {"path": "lora"}}),
@@ -140,8 +139,6 @@ completions = st.builds(
     images_size=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), max_size=2).map(tuple),
     weight_version=st.none() | st.integers(0, 9),
     run_id=st.none() | st.text(),
-    round_id=st.none() | st.text(),
-    incarnation=st.just("one"),
     request_id=st.none() | st.text(),
 )
 
@@ -150,14 +147,7 @@ completions = st.builds(
 def test_an_answer_arrives_as_it_was_written(completion: Completion, log_prob: float) -> None:
     log_probs = (log_prob,) * len(completion.token_ids)
     given_ones = Completion(**{**vars_of(completion), "log_probs": log_probs})
-    record = output_json(
-        given_ones,
-        request_id=completion.request_id,
-        model="m",
-        incarnation="one",
-        is_proven=True,
-        return_details=True,
-    )
+    record = output_json(given_ones, request_id=completion.request_id, model="m", return_details=True)
     assert parse_infer_reply(json.loads(json.dumps([record])), 1, {"log_probs"}) == (given_ones,)
 
 
@@ -166,10 +156,7 @@ def vars_of(completion: Completion) -> dict[str, Any]:
 
 
 def test_a_reply_has_one_output_per_request_and_what_was_asked_for() -> None:
-    record = output_json(
-        Completion("x", (1,), (2,)), request_id=None, model="m", incarnation="i", is_proven=False,
-        return_details=True,
-    )  # fmt: skip
+    record = output_json(Completion("x", (1,), (2,)), request_id=None, model="m", return_details=True)
     for data, asked in (({}, ()), ([], ()), ([record, record], ()), ([record], {"log_probs"}), ([{}], ())):
         with pytest.raises(ProtocolError):
             parse_infer_reply(data, 1, asked)

@@ -443,7 +443,7 @@ class GatheredExport(WeightExport):
 
 
 class BrokenCanary(StandInCanary):
-    def answer(self) -> None:
+    def answer(self) -> Any:
         raise RuntimeError("no memory")
 
 

@@ -6,8 +6,8 @@ torchrun or write into the run directory, and builds everything that a server is
 
 from __future__ import annotations
 
-import copy
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -107,16 +107,13 @@ class EngineCanary:
     ) -> None:
         self._module = module
         self._template = template
-        self.request: dict[str, Any] = encoder.request(sample)
-        self.config = infer_wire.greedy_config(_CANARY_TOKENS)
+        self._request: dict[str, Any] = encoder.request(sample)
+        self._config = infer_wire.greedy_config(_CANARY_TOKENS)
         self._closing = encoder.closing_token_ids
-        # Of its own: answers are compared while training tokenises, and a fast tokenizer is not for two threads.
-        self._decode = copy.deepcopy(template.tokenizer).decode
         self._tie_nats = HALF_PRECISION_TIE_NATS if half_precision else 0.0
-        self._answer = CanaryAnswer()
         self._engine: TransformersEngine | None = None
 
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         """Generates under the present weights; mode, gradients and random state are left as they were."""
         model = self._module
         was_training = model.training
@@ -126,30 +123,32 @@ class EngineCanary:
                 if self._engine is None:
                     self._engine = TransformersEngine(model, template=self._template, max_batch_size=1)
                 (response,) = self._engine.infer(
-                    [InferRequest(**self.request)],
-                    RequestConfig(**self.config, logprobs=True, top_logprobs=_CANARY_ALTERNATIVES),
+                    [InferRequest(**self._request)],
+                    RequestConfig(**self._config, logprobs=True, top_logprobs=_CANARY_ALTERNATIVES),
                     use_tqdm=False,
                 )
         finally:
             model.train(was_training)
         (choice,) = response.choices
-        self._answer = CanaryAnswer(
-            self._without_closing(choice.token_ids),
-            tuple(
-                {token["token"]: token["logprob"] for token in position["top_logprobs"]}
-                for position in (choice.logprobs or {}).get("content", ())
-            ),
-            self._tie_nats,
+        positions = (choice.logprobs or {}).get("content", ()) if self._tie_nats else ()
+        return CanaryAnswer(
+            self._request,
+            self._config,
+            CanaryAnswer.without_closing(choice.token_ids, self._closing),
+            tuple(self._closing),
+            tuple(self._ties(position["top_logprobs"]) for position in positions),
         )
 
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        """True if a server gave the learner's own answer; engines differ in showing the end of turn."""
-        end = self._decode(self._closing[0])
-        return self._answer.agrees(self._without_closing(token_ids), self._decode, end)
+    def _ties(self, likely: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+        """Ids of the tokens that are about as likely as the likeliest one."""
+        best = max(token["logprob"] for token in likely)
+        texts = {token["token"] for token in likely if best - token["logprob"] <= self._tie_nats}
+        return frozenset(number for text in texts for number in self._ids_of_texts[text])
 
-    def _without_closing(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        tokens = tuple(token_ids)
-        for length in range(len(self._closing), 0, -1):
-            if tokens[-length:] == self._closing[:length]:
-                return tokens[:-length]
-        return tokens
+    @cached_property
+    def _ids_of_texts(self) -> Mapping[str, Sequence[int]]:
+        """By text, the tokens that ms-swift writes so; it names no ids."""
+        tokenizer, ids = self._template.tokenizer, defaultdict[str, list[int]](list)
+        for number, text in enumerate(tokenizer.batch_decode([[number] for number in range(len(tokenizer))])):
+            ids[text].append(number)
+        return ids

@@ -1,7 +1,7 @@
 """Runs VllmGenerator as an engine: one thread with an event loop of its own, in front of vLLM's processes.
 
 Every request is a task of that loop and enters vLLM's running batch by itself, whoever asked for it. Weights are
-installed while no request is inside, so that no completion ever mixes two versions; the caches of the old weights
+installed once every request has ended, so that no completion ever mixes two versions; the caches of the old weights
 go with them. When vLLM's processes die, open requests fail and the engine is broken for good.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -72,7 +73,6 @@ class VllmRolloutEngine(Engine):
         self._lent: list[BinaryIO] = []  # to workers, in loads that are not known to be over
         self._generator: VllmGenerator | None = None
         self._loop = asyncio.new_event_loop()
-        self._door = _Door()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread.start()
 
@@ -117,9 +117,14 @@ class VllmRolloutEngine(Engine):
         generator = self._generator
         if generator is None:
             raise InstallFailed("the model is not loaded yet")
-        work = self._install(generator, weights, stamp, timeout_s)
+        end = time.monotonic() + timeout_s
+        # Nobody is let in any more, but vLLM may still be at what a lost caller has asked.
+        if not self._book.settle(timeout_s, threading.Event()):
+            raise InstallFailed(f"completions in the making did not end within {timeout_s:.1f} s")
+        left_s = end - time.monotonic()
         try:
-            installed: InstalledWeights = self._call(work, timeout_s + _RPC_MARGIN_S)
+            work = self._install(generator, weights, stamp, left_s)
+            installed: InstalledWeights = self._call(work, left_s + _RPC_MARGIN_S)
             return installed
         except EngineUnavailable as error:
             raise InstallFailed(f"the weights were not loaded: {error}", torn=True) from error
@@ -163,15 +168,13 @@ class VllmRolloutEngine(Engine):
         from swift_stage2.rollout_server.vllm_generator import EngineDeadError, request_failure
 
         try:
-            async with self._door.inside():
-                if job.future.done():
-                    return
-                job.started = True
-                stamp = self.stamp
-                completion = await require_loaded(self._generator).answer(
-                    job.request, job.request_id, stamp, lambda: job.aborted
-                )
-                self._book.finish(job, completion)
+            if job.future.done():
+                return
+            job.started = True
+            completion = await require_loaded(self._generator).answer(
+                job.request, job.request_id, self.stamp, lambda: job.aborted
+            )
+            self._book.finish(job, completion)
         except JobAborted:
             self._finish_unstarted(job)
         except EngineDeadError:
@@ -198,16 +201,10 @@ class VllmRolloutEngine(Engine):
         stamp: WeightStamp,
         timeout_s: float,
     ) -> InstalledWeights:
-        end = self._loop.time() + timeout_s
-        try:
-            async with asyncio.timeout_at(end):
-                await self._door.shut()
-        except TimeoutError as error:
-            raise InstallFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
             path, file = weights.lend()
             self._lent.append(file)
-            async with asyncio.timeout_at(end):
+            async with asyncio.timeout(timeout_s):
                 reports = await generator.load_weights(path, str(self.install_fault))
                 self._close_lent()  # workers do one thing after another: earlier loads are over
                 for kind in CacheKind:
@@ -223,8 +220,6 @@ class VllmRolloutEngine(Engine):
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise InstallFailed(f"the weights could not be loaded: {reason[-1]}", torn=True) from error
-        finally:
-            await self._door.open()
 
     def _close_lent(self) -> None:
         lent, self._lent = self._lent, []
@@ -269,41 +264,3 @@ class VllmRolloutEngine(Engine):
 
     def _hands_over(self, job: GenerationJob) -> bool:
         return True
-
-
-class _Door:
-    """Lets requests in, and weights only while none is inside. Used on the engine's loop."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._num_inside = 0
-        self._is_shut = False
-
-    @asynccontextmanager
-    async def inside(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_shut)  # an install has a deadline
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            self._num_inside -= 1
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def shut(self) -> None:
-        """Returns when nobody is inside and nobody will be. Open again when it is cancelled."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_shut)
-            self._is_shut = True
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._num_inside == 0)
-        except BaseException:
-            await self.open()
-            raise
-
-    async def open(self) -> None:
-        async with self._changed:
-            self._is_shut = False
-            self._changed.notify_all()

@@ -267,8 +267,9 @@ class WeightSlot:
 
     # --- installs, one at a time ----------------------------------------------------------------
     def _is_offered(self, name: tuple[str, int]) -> bool:
-        offer = self._offered and self._offered.offer
-        return offer is not None and (offer.run_id, offer.version) == name
+        if self._offered is None:
+            return False
+        return (self._offered.offer.run_id, self._offered.offer.version) == name
 
     def _install(
         self,

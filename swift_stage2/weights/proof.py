@@ -3,12 +3,12 @@
 Our server has checksums, and a stock one that runs with the plugin ``stock_proof``; any other stock server's canary
 shows no more than that nothing is grossly wrong, and every push asks it. Where checksums prove the bytes, the canary
 shows the wiring, which changes with a process and not with a version: ``CanarySchedule`` says when it is due. Called by
-a push; the trainer makes the learner's own ``CanaryAnswer``.
+a push; the trainer makes the learner's ``Canary``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -88,7 +88,12 @@ def _num_copies(session: ServerSession, spec: UpdateSpec, info: protocol.ServerI
 
 
 def _ask_canary(
-    session: ServerSession, spec: UpdateSpec, info: protocol.ServerInfo, canary: Canary, *, must_agree: bool
+    session: ServerSession,
+    spec: UpdateSpec,
+    info: protocol.ServerInfo,
+    canary: CanaryAnswer,
+    *,
+    must_agree: bool,
 ) -> None:
     if info.chat_model is not None:
         completions: Sequence[infer_wire.Completion] = vllm_serve.ask_canary(
@@ -132,21 +137,13 @@ def _require_none(session: ServerSession, problems: Sequence[str]) -> None:
 
 
 class Canary(Protocol):
-    """One greedy question whose answer the learner knows."""
+    """One greedy question to the learner."""
 
-    @property
-    def request(self) -> dict[str, Any]: ...
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-    def answer(self) -> None:
-        """Computes the learner's own answer under its present weights; same cost on every call.
+    def answer(self) -> CanaryAnswer:
+        """The learner's own answer under its present weights; same cost on every call.
 
         A collective of all ranks when no rank holds whole tensors (ZeRO-3), else called on rank 0 alone.
         """
-
-    def agrees(self, token_ids: Sequence[int]) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +153,7 @@ class UpdateSpec:
     identity: WeightIdentity
     """As the snapshot's header says it."""
     manifest: tuple[TensorSpec, ...]  # the learner's own
-    canary: Canary | None  # None: none is due, checksums must prove
+    canary: CanaryAnswer | None  # None: none is due, checksums must prove
     proof: Proof
     deadline: Deadline  # of every call
     on_pending: OnPending = OnPending.WAIT  # when a server of ours installs
@@ -195,32 +192,42 @@ class CanarySchedule:
 # A token at least this close to the learner's first choice counts as tied with it. Logits of 16 to 32 have
 # steps of an eighth in bfloat16, and a difference of two logits may be off by a few of them.
 HALF_PRECISION_TIE_NATS = 0.5
-_LARGEST_TOKEN_ID = 2**32 - 1  # a tokenizer raises at any other: it holds them so
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """Greedy tokens without the end of turn, and by position the likeliest tokens' log-probabilities, by text."""
+    """The learner's greedy answer to one request, as it travels with a push. Engines differ in showing the end of turn.
 
+    ``request`` and ``config`` are those of ``/infer/``. ``closing``: the ids that end a turn, which ``token_ids`` leave
+    out.
+    """
+
+    request: Mapping[str, Any]
+    config: Mapping[str, Any]
     token_ids: tuple[int, ...] = ()
-    likely: tuple[Mapping[str, float], ...] = ()
-    tie_nats: float = 0.0  # 0: every token must be the same
+    closing: tuple[int, ...] = ()
+    ties: tuple[frozenset[int], ...] = ()
+    """By position, the ids that count as good as the learner's; empty where every token must be the same."""
 
-    def agrees(self, token_ids: Sequence[int], text_of: Callable[[int], str], end: str) -> bool:
-        """Whether ``token_ids``, without the end of turn, is this answer up to its first near tie.
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        """Whether a server's ``token_ids`` are this answer up to their first near tie.
 
-        Tokens after a tie cannot be compared, because they follow another prefix. ``end`` is the text
-        of the token that ends a turn.
+        Tokens after a tie cannot be compared, because they follow another prefix.
         """
-        theirs = tuple(token_ids)
+        theirs = self.without_closing(token_ids, self.closing)
         if theirs == self.token_ids:
             return True
         shorter = min(len(theirs), len(self.token_ids))
         at = next((n for n in range(shorter) if theirs[n] != self.token_ids[n]), shorter)
-        if self.tie_nats == 0 or at >= len(self.likely):
+        if at >= len(self.ties):
             return False
-        if at < len(theirs) and not 0 <= theirs[at] <= _LARGEST_TOKEN_ID:
-            return False
-        likely = self.likely[at]
-        chosen = likely.get(text_of(theirs[at]) if at < len(theirs) else end)
-        return chosen is not None and max(likely.values()) - chosen <= self.tie_nats
+        return (theirs[at] if at < len(theirs) else self.closing[0]) in self.ties[at]
+
+    @staticmethod
+    def without_closing(token_ids: Sequence[int], closing: Sequence[int]) -> tuple[int, ...]:
+        """The ids of an answer before its end of turn, or before the part of that which is there."""
+        tokens = tuple(token_ids)
+        for length in range(len(closing), 0, -1):
+            if tokens[-length:] == tuple(closing[:length]):
+                return tokens[:-length]
+        return tokens

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from operator import methodcaller
@@ -25,11 +24,9 @@ import torch
 from swift_stage2.config import RolloutConfig
 from swift_stage2.runtime.worker import describe_end, start_worker
 from swift_stage2.telemetry.timing import Trace
-from swift_stage2.weights.proof import Canary, UpdateSpec
+from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.publisher import PushResult, longest_close_s
 from swift_stage2.weights.publisher_worker import (
-    CanaryQuery,
-    CanaryResult,
     Ended,
     Lost,
     PublisherSetup,
@@ -89,7 +86,7 @@ class ProcessPublisher:
         self._ours = set() if ours is None else ours
         self._record = record
         self._changed = threading.Condition()
-        self._running: dict[int, Canary | None] = {}  # by server, the canary of its push
+        self._running: set[int] = set()  # servers that a push runs to
         self._results: list[tuple[int, PushResult]] = []
         self._lost: tuple[int, ...] = ()
         self._worker = self._start()
@@ -103,13 +100,10 @@ class ProcessPublisher:
         if self._worker.has_ended:  # first: its end must not become that of this push
             self._replace()
         self._worker.has_carried = True
-        canary = spec.canary
         with self._changed:
-            self._running[server] = canary
+            self._running.add(server)
             self._lost = tuple(each for each in self._lost if each != server)
-        question = (canary.request, canary.config) if canary is not None else None
-        plain = replace(spec, canary=None)
-        self._worker.send(PushCommand(server, plain, question, snapshot.file.path, snapshot.bucket_bytes))
+        self._worker.send(PushCommand(server, spec, snapshot.file.path, snapshot.bucket_bytes))
         if self._worker.has_ended:  # meanwhile: its end may have been told of earlier pushes
             self._fail("the process that publishes weights has ended; another one takes its place")
 
@@ -159,22 +153,18 @@ class ProcessPublisher:
         self._worker.end(0.0)
         self._worker = self._start()
 
-    def _take(self, message: CanaryQuery | Ended | Lost) -> CanaryResult | None:
+    def _take(self, message: Ended | Lost) -> None:
         """On the thread that hears the worker."""
-        if isinstance(message, CanaryQuery):
-            canary = self._running.get(message.server)
-            return CanaryResult(message.number, canary is not None and canary.agrees(message.token_ids))
         if isinstance(message, Lost):
             with self._changed:
                 self._lost = tuple(server for server in message.servers if server not in self._running)
-            return None
+            return
         for name, track, start_ns, end_ns in message.intervals:
             self._record(name, start_ns, end_ns, track)
         with self._changed:
             if message.is_ours:
                 self._ours.add(self._setup.endpoints[message.server].base_url)
             self._end(message.server, message.result)
-        return None
 
     def _on_end(self, how: str) -> None:
         self._fail(f"the process that publishes weights {how}; another one takes its place")
@@ -193,7 +183,7 @@ class ProcessPublisher:
     def _end(self, server: int, result: PushResult) -> None:
         """Under the lock."""
         if server in self._running:
-            del self._running[server]
+            self._running.remove(server)
             self._results.append((server, result))
             self._changed.notify_all()
 
@@ -204,7 +194,7 @@ class _Worker:
     def __init__(
         self,
         setup: PublisherSetup,
-        take: Callable[[CanaryQuery | Ended | Lost], CanaryResult | None],
+        take: Callable[[Ended | Lost], object],
         on_end: Callable[[str], None],
     ) -> None:
         self._take = take
@@ -267,9 +257,7 @@ class _Worker:
     def _hear(self) -> None:
         try:
             while True:
-                answer = self._take(self._connection.recv())  # deadline: the worker's life
-                if answer is not None:
-                    self.send(answer)
+                self._take(self._connection.recv())  # deadline: the worker's life
         except (EOFError, OSError):
             pass  # it has ended, or is told to
         except Exception:  # top of the thread: nobody hears the process any more

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift_stage2.runtime.worker import serve_rank
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is
     import torch
 
     from swift_stage2.config import Transport
-    from swift_stage2.servers.session import Deadline
     from swift_stage2.weights.proof import UpdateSpec
     from swift_stage2.weights.publisher import PushResult
     from swift_stage2.weights.snapshot import SnapshotFile
@@ -54,31 +53,13 @@ class PublisherSetup:
 
 @dataclass(frozen=True, slots=True)
 class PushCommand:
-    """Starts one push; of the spec's canary only the question goes along."""
+    """Starts one push."""
 
     server: int
     spec: UpdateSpec
-    question: tuple[Mapping[str, Any], Mapping[str, Any]] | None
     snapshot: str
     """Path of the rank's ``SnapshotFile``."""
     bucket_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CanaryQuery:
-    """Asks the learner whether these tokens of ``server`` are its own answer to the canary."""
-
-    number: int
-    server: int
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CanaryResult:
-    """The learner's answer to the ``CanaryQuery`` of that number."""
-
-    number: int
-    agrees: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +89,8 @@ class PublisherWorker:
 
         self._connection = connection
         self._setup = setup
-        self._changed = threading.Condition()  # also held to send
+        self._sending = threading.Lock()
         self._looking = threading.Lock()  # for lost servers
-        self._judgements: dict[int, bool] = {}
-        self._num_questions = 0
         self._intervals: list[Interval] = []
         self._snapshot: SnapshotFile | None = None
         self._lost: tuple[int, ...] = ()
@@ -137,32 +116,12 @@ class PublisherWorker:
         except EOFError:
             self._publisher.close()
 
-    def judge(self, server: int, token_ids: tuple[int, ...], deadline: Deadline) -> bool:
-        """Whether the learner agrees with that answer to its canary; on a push's thread.
-
-        Raises:
-            ServerFault: it did not say so in the push's time.
-        """
-        from swift_stage2.errors import ServerFault
-
-        with self._changed:
-            self._num_questions += 1
-            number = self._num_questions
-            self._connection.send(CanaryQuery(number, server, token_ids))
-            if not self._changed.wait_for(lambda: number in self._judgements, deadline.remaining_s()):
-                raise ServerFault("the learner did not judge the canary's answer in the push's time")
-            return self._judgements.pop(number)
-
-    def _take(self, message: PushCommand | CanaryResult | methodcaller) -> None:
+    def _take(self, message: PushCommand | methodcaller) -> None:
         """A ``methodcaller`` is a call of the publisher that goes along as it is."""
         if isinstance(message, PushCommand):
             self._push(message)
-        elif isinstance(message, methodcaller):
-            message(self._publisher)
         else:
-            with self._changed:
-                self._judgements[message.number] = message.agrees
-                self._changed.notify_all()
+            message(self._publisher)
 
     def _push(self, command: PushCommand) -> None:
         from swift_stage2.weights.snapshot import SnapshotFile
@@ -172,12 +131,7 @@ class PublisherWorker:
             self._snapshot = SnapshotFile(
                 spec.manifest, bucket_bytes=command.bucket_bytes, path=command.snapshot
             )
-        canary = (
-            _RemoteCanary(*command.question, self, command.server, spec.deadline)
-            if command.question
-            else None
-        )
-        self._publisher.push(command.server, replace(spec, canary=canary), self._snapshot)
+        self._publisher.push(command.server, spec, self._snapshot)
 
     def _make_transport(self, info: ServerInfo) -> WeightTransport:
         from swift_stage2.weights.publisher import transport_for
@@ -192,14 +146,14 @@ class PublisherWorker:
 
     def _tell_end(self, server: int, result: PushResult) -> None:
         self._look_for_lost()  # before rank 0 believes proofs that are older than this one
-        with self._changed:
+        with self._sending:
             intervals, self._intervals = tuple(self._intervals), []
             self._connection.send(Ended(server, result, self._publisher.is_ours(server), intervals))
 
     def _look_for_lost(self) -> None:
         with self._looking:
             if (lost := self._publisher.lost_servers()) != self._lost:
-                with self._changed:
+                with self._sending:
                     self._connection.send(Lost(lost))
                 self._lost = lost
 
@@ -210,30 +164,8 @@ class PublisherWorker:
             yield
         finally:
             interval = (name, threading.current_thread().name, started, time.perf_counter_ns())
-            with self._changed:
+            with self._sending:
                 self._intervals.append(interval)
-
-
-class _RemoteCanary:
-    """The learner's canary, which the learner has answered and alone can judge."""
-
-    def __init__(
-        self,
-        request: Mapping[str, Any],
-        config: Mapping[str, Any],
-        worker: PublisherWorker,
-        server: int,
-        deadline: Deadline,
-    ) -> None:
-        self.request, self.config = dict(request), dict(config)
-        self._worker, self._server, self._deadline = worker, server, deadline
-
-    def answer(self) -> None:
-        """Nothing: it is answered before a push."""
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        """As ``Canary.agrees``. Raises as ``PublisherWorker.judge``."""
-        return self._worker.judge(self._server, tuple(token_ids), self._deadline)
 
 
 def main(descriptor: int, parent: int) -> None:

@@ -20,7 +20,7 @@ from swift_stage2.runtime.watches import RoundWatch
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CudaCopyStream
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import Canary
+from swift_stage2.weights.proof import Canary, CanaryAnswer
 from swift_stage2.weights.push import describe_fault
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.tensors import snapshot_bytes
@@ -32,8 +32,8 @@ class TakenSnapshot:
 
     identity: WeightIdentity
     file: SnapshotFile | None
-    canary: Canary | None
-    """Answered by the learner under these weights; None if none was due."""
+    canary: CanaryAnswer | None
+    """The learner's answer under these weights; None if none was due."""
     seconds: float = 0.0
     canary_seconds: float = 0.0
     fault: str = ""
@@ -66,6 +66,7 @@ class Snapshots:
         """Called by optimizer steps on the main thread, for what waits for the copy."""
         self._control = control
         self._canary = canary
+        self._answer: CanaryAnswer | None = None
         self._run_id = run_id
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._span = span
@@ -148,8 +149,8 @@ class Snapshots:
             if isinstance(error, RuntimeError) and self._last_words.read():
                 raise
             fault = describe_fault("the snapshot of the learner's weights", error)
-        canary = self._canary if canary_due else None
-        return TakenSnapshot(identity, self._file, canary, seconds, canary_seconds, fault)
+        answer = self._answer if canary_due else None
+        return TakenSnapshot(identity, self._file, answer, seconds, canary_seconds, fault)
 
     def _help(self) -> None:
         if not self.export.partitioned:
@@ -187,7 +188,11 @@ class Snapshots:
         """Why the learner's own answer could not be had, if so; on all ranks together under ZeRO-3."""
         together = ", on all ranks together," if self.export.partitioned else ""
         self._watch.begin(f"the learner's canary{together}")
-        return self._take_part("the learner's canary", self._canary.answer)
+
+        def ask() -> None:
+            self._answer = self._canary.answer()
+
+        return self._take_part("the learner's canary", ask)
 
     def _take_part(self, what: str, work: Callable[[], object]) -> str:
         """Does what all ranks do together if no rank holds whole tensors; returns on which it failed, and why."""

@@ -105,12 +105,12 @@ def test_a_server_that_the_run_cannot_have_fails_as_it_would_at_a_start(
         (lambda call: Answer(status=405), "status 405", CORRECT),
         (answers({"incarnation": "i", "state": "loading"}), "state=loading", "wait if it is loading"),
         (
-            answers({"incarnation": "i", "state": "round_open"}),
-            "a sync round of another run is open",
+            answers({"incarnation": "i", "state": "installing"}),
+            "another run has it install weights",
             "end that run",
         ),
     ],
-    ids=["404", "other-json", "html", "500", "dropped", "405", "loading", "round-open"],
+    ids=["404", "other-json", "html", "500", "dropped", "405", "loading", "installing"],
 )
 def test_what_is_no_usable_server_fails_with_its_fix(
     server: FakeRolloutServer, identify: Look, behaviour: Behaviour, found: str, fix: str

@@ -128,19 +128,18 @@ def _commit(trainer, step, num_packs, at, fault, rank):
 
 
 def _has_packs(b, num_packs):
-    """Also where a round keeps rollouts out, which only goes on with the steps."""
-    return not b.fence.is_open or b.queue.num_fresh(b.clock.current) >= num_packs
+    """Also where a drain keeps rollouts out, which only goes on with the steps."""
+    return not b.client.is_open or b.queue.num_fresh(b.clock.current) >= num_packs
 
 
 def _may_go_on(b, step, rank):
-    """Whether the next step brings the round that is due or in transfer further."""
-    if b.rounds.pending:
-        return not b.fence.in_flight and not b.client.num_unsettled
-    if not b.rounds.in_transfer:
-        return True
-    if b.evaluation is not None and b.evaluation.holds_round(step):
-        return not b.evaluation.wanted
-    return rank > 0 or b.sync.has_news
+    """Whether the next step brings the version that is due or pushed further."""
+    servers = b.client._servers.values()
+    if any(not each.fence.is_open and each.is_busy for each in servers):
+        return False
+    if b.schedule.pending_step is not None and b.evaluation is not None and b.evaluation.wanted:
+        return False
+    return b.updates is None or b.updates._publisher.wait(0.0)
 
 
 def _await(holds, what):

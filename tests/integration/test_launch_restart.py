@@ -146,12 +146,8 @@ def test_a_restarted_server_is_asked_again_before_the_next_round_is_due(
             lambda: any(each["servers"]["0"]["proven"] for each in run.audit("catch_up")), "a proof"
         )
         caught_up = run.audit("catch_up")[-1]
-        assert (caught_up["round_id"], caught_up["version"]) == (
-            first_round["round_id"],
-            first_round["version"],
-        )
+        assert caught_up["version"] == first_round["version"]
         assert caught_up["servers"]["0"]["proof"] == "checksums+canary"
-        assert caught_up["servers"]["0"]["incarnation"] != first_round["servers"]["0"]["incarnation"]
         run.wait_until(
             lambda: any(
                 each["end"] == "answered" and each["time"] > caught_up["time"]

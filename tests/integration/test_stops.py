@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from swift_stage2.rollout_server.open_round import RoundState
 
 from benchmarks.faults.bench import FaultBench
 from benchmarks.processes import torchrun
@@ -34,6 +33,7 @@ from swift_stage2.runtime.network import free_ports
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventTail, event_path, read_logs
 from swift_stage2.telemetry.events import Step
+from swift_stage2.wire import INSTALLING_STATE
 
 _NUM_STEPS, _SAVE_STEPS, _EVAL_STEPS = 12, 5, 6
 _DEADLINE_S, _LEFT_DEADLINE_S, _MARK = 400.0, 90.0, "SWIFT_STAGE2_TEST_STOP"
@@ -154,7 +154,7 @@ class _Job:
 
     def _is_in_round(self) -> bool:
         url = f"http://127.0.0.1:{self._bench.ready_server().port}/health/"
-        return bool(httpx.get(url, trust_env=False, timeout=10).json()["state"] == RoundState.ROUND_OPEN)
+        return bool(httpx.get(url, trust_env=False, timeout=10).json()["state"] == INSTALLING_STATE)
 
     def num_left(self) -> int:
         end = time.monotonic() + _LEFT_DEADLINE_S

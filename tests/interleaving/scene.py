@@ -75,6 +75,7 @@ from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
 from swift_stage2.telemetry.timing import PipelineActivity
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.snapshots import Snapshots
 from swift_stage2.weights.transport import ServerEndpoint
@@ -261,16 +262,10 @@ class Canary:
     """The greedy answer is the first weight."""
 
     def __init__(self, scene: Scene) -> None:
-        self.request: dict[str, Any] = {"messages": []}
-        self.config: dict[str, Any] = {}
         self._scene = scene
-        self._answer = 0
 
-    def answer(self) -> None:
-        self._answer = int(self._scene.weights[0])
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return list(token_ids) == [self._answer] * NUM_TOKENS
+    def answer(self) -> CanaryAnswer:
+        return CanaryAnswer({"messages": []}, {}, (int(self._scene.weights[0]),) * NUM_TOKENS)
 
 
 class WatchedSnapshots(Snapshots):

@@ -21,7 +21,7 @@ from live_server import (
     train_a_little,
 )
 from our_server import engine_here
-from swift_stage2.weights.disk_rounds import DiskRounds
+from swift_stage2.weights.disk_versions import DiskVersions
 from test_infer import hugging_face_answer
 from test_installs import own_checksums
 from test_weight_sync import Learner
@@ -36,7 +36,7 @@ from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
-from swift_stage2.wire import AbortRequest, RoundRequest
+from swift_stage2.wire import WeightOffer, WeightWay
 
 DEADLINE_S = 120.0
 # At this temperature the tiny model never ends its turn before the limit.
@@ -135,19 +135,21 @@ def test_the_ith_request_of_a_call_draws_with_the_seed_plus_i(server: RunningSer
     assert len({c.token_ids for c in called}) > 1
 
 
-def test_abort_ends_what_is_in_flight_with_the_tokens_so_far_and_spares_the_protected(
+def test_an_install_ends_what_is_in_flight_with_the_tokens_so_far_and_spares_the_protected(
     server: RunningServer, learner: Learner
 ) -> None:
     version = learner.round().version
-    call = AbortRequest("run-1", version).to_json()
-    with ThreadPoolExecutor(2) as pool:
+    round_ = LearnerRound(server, load_learner(seed=7))
+    file = round_.push_shared()
+    with ThreadPoolExecutor(3) as pool:
         ended = pool.submit(server.infer, [text_request("a"), image_request()], **ENDLESS)
         spared = pool.submit(server.infer, [protect_from_abort(text_request("b"))], **ENDLESS)
         wait_for(lambda: health(server)["num_running"] == 3)
-        assert server.post(wire.ABORT, call | {"version": version + 1}).json() == {"aborted": 0}
-        assert server.post(wire.ABORT, call).json() == {"aborted": 2}
+        installing = pool.submit(round_.install, on_pending="abort")
         aborted: list[Completion] = ended.result(DEADLINE_S)
         (whole,) = spared.result(DEADLINE_S)
+        assert installing.result(DEADLINE_S).status_code == 200
+    file.close()
     assert [c.finish_reason for c in aborted] == ["abort", "abort"]
     assert all(len(c.token_ids) < 900 and c.prompt_token_ids for c in aborted)
     assert {c.weight_version for c in aborted} == {version}
@@ -204,13 +206,14 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
 
 def _round_weights(server: RunningServer, module: torch.nn.Module, version: int) -> OfferedWeights:
     """What a learner on this host lends for a round."""
-    manifest, round_id = server.engine.manifest(), f"run-1-{version}"
+    manifest = server.engine.manifest()
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     snapshot = SnapshotFile(manifest, bucket_bytes=2**20)
     snapshot.put((spec.name, parameters[spec.name]) for spec in manifest)
-    snapshot.describe(WeightIdentity("run-1", round_id, version))
-    request = RoundRequest(round_id, "run-1", version, manifest)
-    return OfferedWeights(open_learner_memory(snapshot.file.path), request)
+    snapshot.describe(WeightIdentity("run-1", version))
+    path = snapshot.file.path
+    offer = WeightOffer("run-1", version, manifest, WeightWay.SHARED_MEMORY, path=path)
+    return OfferedWeights(open_learner_memory(path), offer)
 
 
 def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(server: RunningServer) -> None:
@@ -272,37 +275,34 @@ def _greedy(request: dict[str, Any]) -> Any:
     return wanted
 
 
-def test_workers_read_a_learners_memory_in_a_staged_round(server: RunningServer) -> None:
+def test_workers_read_a_learners_memory_while_requests_run(server: RunningServer) -> None:
     learner = load_learner(seed=31)
-    round_ = LearnerRound(server, learner, staged=True)
+    round_ = LearnerRound(server, learner)
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(server.infer, [text_request()], **ENDLESS)
         wait_for(lambda: health(server)["num_running"] == 1)
-        assert round_.begin().status_code == 200
         file = round_.push_shared()
-        loading = pool.submit(round_.load, on_pending="abort")
+        installing = pool.submit(round_.install, on_pending="abort")
         (old,) = running.result(DEADLINE_S)
-        assert loading.result(DEADLINE_S).status_code == 200
-    assert (old.finish_reason, old.round_id == round_.round_id) == ("abort", False)
-    sums = own_checksums(learner)
-    assert round_.finish(checksums=sums).status_code == 200
+        assert installing.result(DEADLINE_S).json()["resident"] == own_checksums(learner)
+    assert (old.finish_reason, old.weight_version == round_.version) == ("abort", False)
     assert server.state() == "serving"
     wait_for(lambda: file.num_mapped == 0)
     file.close()
     (new,) = server.infer([text_request()])
-    assert new.round_id == round_.round_id
+    assert new.weight_version == round_.version
     assert list(new.token_ids) == hugging_face_answer(learner, new.prompt_token_ids, 8)
 
 
 def test_workers_load_what_the_server_has_read_from_a_directory(
     server: RunningServer, learner: Learner, weights_root: Path
 ) -> None:
-    disk = DiskRounds(weights_root, keep=1)
+    disk = DiskVersions(weights_root, keep=1)
     learner.courier.disk = disk
     learner.courier.make_transport = lambda info: DiskTransport(disk, info)
     outcome = learner.round()
     assert outcome.proven == (0,), outcome.reports[0].error
     assert (outcome.reports[0].transport, outcome.reports[0].proof) == ("disk", "checksums+canary")
     (new,) = server.infer([text_request()])
-    assert new.round_id == outcome.round_id
+    assert new.weight_version == outcome.version
     assert list(new.token_ids) == hugging_face_answer(learner.module, new.prompt_token_ids, 8)

@@ -85,7 +85,7 @@ class Learner:
     def round(self) -> RoundOutcome:
         outcome = self.sync.run(next(self._versions), [0])
         report = outcome.reports[0]
-        served = ServedWeights(outcome.round_id, outcome.version, report.incarnation)
+        served = ServedWeights(outcome.version, report.stamps)
         self.client.set_proven({self.server.base_url: served} if report.proven else {})
         if report.proven:
             self.fence.reopen(outcome.version)
@@ -127,7 +127,7 @@ def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
                 each.numel() * each.element_size() for each in learner.module.parameters()
             )
             said = vllm_serve.WeightVersion.parse(weight_version(learner.server))
-            assert said == vllm_serve.WeightVersion("run", outcome.round_id, version)
+            assert said == vllm_serve.WeightVersion("run", version)
             assert our_sync.run(version, [0]).proven == (0,)
             expected = ours.infer(_REQUESTS, max_tokens=_NUM_TOKENS)
             rollouts = learner.rollouts().rollouts
@@ -136,9 +136,7 @@ def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
             assert [each.prompt_token_ids for each in rollouts] == [
                 each.prompt_token_ids for each in expected
             ]
-            assert {(each.round_id, each.spans[0].version) for each in rollouts} == {
-                (outcome.round_id, version)
-            }
+            assert {each.version for each in rollouts} == {version}
             answers.append(tuple(each.token_ids for each in rollouts))
             train_a_little(learner.module)
         our_sync.close()
