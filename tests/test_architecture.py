@@ -24,14 +24,9 @@ WAITING_METHODS = {
     "communicate": 1,
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
-<<<<<<< HEAD
-SHORT_MODULES: dict[str, str] = {}
-=======
 SHORT_MODULES: dict[str, str] = {
     "scheduling/version_schedule.py": "a decision stands apart from whoever drives it, to be tested alone",
-    "training/stop_signals.py": "signals stand apart from the trainer's loop",
 }
->>>>>>> wt-state-client
 KNOWS_SWIFT = {
     "training/best_model.py",
     "training/sft.py",

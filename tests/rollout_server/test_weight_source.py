@@ -15,10 +15,6 @@ import pytest
 import torch
 from live_server import SharedFile, free_port
 from rounds_on_disk import SPECS, offer, prove, snapshot, weights
-<<<<<<< HEAD
-=======
-from swift_stage2.weights.disk_rounds import DiskRounds
->>>>>>> wt-state-client
 
 from swift_stage2.errors import InstallFailed, ProtocolError
 from swift_stage2.rollout_server.weight_source import (
