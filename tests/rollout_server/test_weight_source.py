@@ -61,7 +61,7 @@ def root(tmp_path: Path) -> Path:
     """With one round, ``run-1``."""
     root = tmp_path / "root"
     root.mkdir()
-    prove(DiskRounds(root, keep=2), 1)
+    prove(DiskVersions(root, keep=2), 1)
     return root
 
 
