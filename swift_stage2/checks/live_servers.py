@@ -239,8 +239,8 @@ def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
     if info.state == INSTALLING_STATE:
         return failed(
-            f"{found}: it takes the weights of another run",
-            "end that run, and run the doctor again: runs cannot share a server",
+            f"{found}: another run has it install weights",
+            "end that run, or wait until the install is over, and run the doctor again: runs cannot share a server",
         )
     if info.state == RefusalReason.UNPROVEN:
         return warning(

@@ -151,8 +151,7 @@ class StandInClient:
         self.agreeing: set[str] = set()
         self.proven: tuple[str, ...] = ("http://server",)
         self.is_open = True
-        self.verdicts: dict[str | None, bool | None] = {}  # by round; of any other: proven
-        self.round_id = "run-2"  # of the staged round
+        self.verdicts: dict[int, bool | None] = {}  # by version; of any other: proven
 
     @property
     def free_places(self) -> int:
@@ -204,7 +203,7 @@ class StandInClient:
             self._changed.notify_all()
 
     def confirms(self, rollout: Rollout) -> bool | None:
-        return self.verdicts.get(rollout.round_id, True)
+        return self.verdicts.get(rollout.spans[-1].version, True)
 
     def mark_suspect(self, server: str, reason: str) -> None:
         self.distrusted.append(server)
@@ -217,11 +216,11 @@ class StandInClient:
         return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
 
     def answer_ahead(self, samples: Sequence[Sample]) -> BatchOutcome:
-        """With the weights of a staged round that is in transfer."""
-        version, round_id = self._clock.current + 1, self.round_id
-        self.verdicts.setdefault(round_id, None)
+        """With weights that are on their way to servers."""
+        version = self._clock.current + 1
+        self.verdicts.setdefault(version, None)
         spans = (VersionSpan(version, 0, 0),)
-        rollouts = (replace(self.rollout(each), spans=spans, round_id=round_id) for each in samples)
+        rollouts = (replace(self.rollout(each), spans=spans) for each in samples)
         return BatchOutcome(rollouts=tuple(rollouts))
 
     def rollout(self, sample: Sample, *, text: str = "[]") -> Rollout:

@@ -378,7 +378,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     asked = bench.client.calls[0]
 
     def prove() -> None:
-        bench.client.verdicts["run-2"] = True
+        bench.client.verdicts[1] = True
 
     hear, then_hear = (prove, bench.clock.advance) if server_first else (bench.clock.advance, prove)
     hear()
@@ -402,9 +402,9 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
     bench.client.answer = bench.client.answer_ahead
     bench.observe()
     assert bench.work()
-    bench.client.verdicts["run-2"] = False
-    if clock_moves:  # for another server's proof of the same version
-        bench.clock.advance()
+    bench.client.verdicts[1] = False
+    if clock_moves:  # for another server's proof of a later version
+        bench.clock.advance(2)
     bench.client.answer = bench.client.answer_all
     bench.observe(step=1)
     assert bench.work()

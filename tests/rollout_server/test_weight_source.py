@@ -27,6 +27,7 @@ from swift_stage2.rollout_server.weight_source import (
     require_size,
 )
 from swift_stage2.runtime.memory import MemoryFile
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile
 from swift_stage2.weights.stream import WeightListener, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name

@@ -14,9 +14,18 @@ from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher, transport_for
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 from swift_stage2.weights.waited_updates import WaitedUpdates
+
+
+class FirstTokens(CanaryAnswer):
+    """One may have ended before the other."""
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        length = min(len(self.token_ids), len(token_ids))
+        return length > 0 and tuple(token_ids[:length]) == self.token_ids[:length]
 
 
 class GenerateCanary:
@@ -40,16 +49,13 @@ class GenerateCanary:
             "image_grid_thw": encoded["image_grid_thw"],
             "mm_token_type_ids": encoded["mm_token_type_ids"][None],
         }
-        self.tokens: list[int] = []
 
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         with torch.no_grad():
             output = self._module.generate(**self._inputs, max_new_tokens=12, do_sample=False)
-        self.tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        length = min(len(self.tokens), len(token_ids))
-        return length > 0 and list(token_ids)[:length] == self.tokens[:length]
+        token_ids = output[0, self._inputs["input_ids"].shape[1] :].tolist()
+        self.answered = FirstTokens(self.request, self.config, tuple(token_ids))
+        return self.answered
 
 
 class Learner:
@@ -68,7 +74,11 @@ class Learner:
         endpoints = [ServerEndpoint(self._server.base_url, free_port())]
         self.publisher = ThreadPublisher(endpoints, lambda info: self._make_transport())
         return make_updates(
-            self.module, self.publisher, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
+            self.module,
+            self.publisher,
+            canary=self.canary,
+            run_id="run-1",
+            **{"timeout_s": 30.0, "canary_every_rounds": 1, **options},
         )
 
     def push(self) -> Any:
@@ -91,7 +101,7 @@ def test_after_each_push_the_servers_greedy_answer_is_the_learners(
         assert outcome.proven == (0,), outcome.reports[0].error
         assert outcome.reports[0].proof == "checksums+canary"
         (completion,) = server.infer([learner.canary.request], max_tokens=12)
-        assert learner.canary.agrees(completion.token_ids)
+        assert learner.canary.answered.agrees(completion.token_ids)
         assert completion.weight_version == outcome.version
         answers.append(completion.token_ids)
         train_a_little(learner.module)

@@ -95,7 +95,7 @@ class Life(RuleBasedStateMachine):
     @initialize(state=st.sampled_from([LifeState.READY, LifeState.AWAY]), stages=st.booleans())
     def begin(self, state: LifeState, stages: bool) -> None:
         self.life = ServerLife(BACKOFF, MAX_BACKOFF, stages=stages, state=state)
-        self.step = self.newest = 0
+        self.step, self.newest = 0, 1
         self.proven: set[int] = set()
 
     @rule()

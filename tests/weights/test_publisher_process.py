@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
-from stand_in_canary import StandInCanary
+from stand_in_canary import REQUEST
 from stopped_process import stop_process
 from waiting import wait_for
 from weight_updates import make_updates, mark_suspect, publisher_setup
@@ -28,6 +29,7 @@ from swift_stage2 import wire
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint
@@ -35,21 +37,20 @@ from swift_stage2.weights.transport import ServerEndpoint
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 KEY = "s3cret-of-the-servers"
+SERVED_TOKENS = (1, 2)
 KILLED = "the process that publishes weights was killed by SIGKILL; another one takes its place"
 LATE = "the server did not take and prove the weights within {:g} s"
 
 
-class JudgingCanary(StandInCanary):
-    """Notes which answers it judged, and on which thread."""
+class ChosenCanary:
+    """Its answer is what the servers say, unless a test has it say something else."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.agreed = True
-        self.judged: list[tuple[tuple[int, ...], int]] = []
+        self.request: dict[str, Any] = dict(REQUEST)
+        self.token_ids = SERVED_TOKENS
 
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        self.judged.append((tuple(token_ids), os.getpid()))
-        return self.agreed
+    def answer(self) -> CanaryAnswer:
+        return CanaryAnswer(self.request, {}, self.token_ids)
 
 
 class Learner:
@@ -70,7 +71,7 @@ class Learner:
         self.publisher = ProcessPublisher(
             setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
         )
-        self.canary = JudgingCanary()
+        self.canary = ChosenCanary()
         self.sync = make_updates(export, self.publisher, 2, canary=self.canary, timeout_s=LONGEST_WAIT_S)
 
     @property
@@ -115,7 +116,7 @@ def learner(of_the_module: Learner) -> Learner:
     for server in of_the_module.servers:
         server.hooks.clear()
         server.calls.clear()
-    of_the_module.canary.agreed = True
+    of_the_module.canary.token_ids = SERVED_TOKENS
     of_the_module.set_timeout(LONGEST_WAIT_S)
     assert of_the_module.push().proven == (0, 1)
     return of_the_module
@@ -175,13 +176,11 @@ def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
         learner.sync.snapshots._file.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
-def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
+def test_the_learners_answer_to_the_canary_travels_with_the_push(learner: Learner) -> None:
     mark_suspect(learner.sync, 0, 1)  # as after a fault: then it is due
-    learner.canary.judged.clear()
     assert learner.push().reports[0].proof == "checksums+canary"
-    assert learner.canary.judged == [((1, 2), os.getpid())] * 2
     mark_suspect(learner.sync, 0, 1)
-    learner.canary.agreed = False
+    learner.canary.token_ids = (7, 7)
     outcome = learner.push()
     assert outcome.failed == (0, 1)
     assert "answers the canary with other tokens than the learner" in str(outcome.reports[1].error)
