@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from swift_stage2.weights.disk_versions import DiskVersions
 
 from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 

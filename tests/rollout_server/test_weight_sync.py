@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher, transport_for
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 from swift_stage2.weights.waited_updates import WaitedUpdates
@@ -26,7 +27,7 @@ class GenerateCanary:
         from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
         self.request = image_request(shade=120)
-        self.config = infer_wire.request_config(
+        self._config = infer_wire.request_config(
             max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
         )
         self._module = module
@@ -40,16 +41,16 @@ class GenerateCanary:
             "image_grid_thw": encoded["image_grid_thw"],
             "mm_token_type_ids": encoded["mm_token_type_ids"][None],
         }
-        self.tokens: list[int] = []
+        self._closing = (template.tokenizer.eos_token_id,)
+        self.latest = CanaryAnswer(self.request, self._config)
 
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         with torch.no_grad():
             output = self._module.generate(**self._inputs, max_new_tokens=12, do_sample=False)
-        self.tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        length = min(len(self.tokens), len(token_ids))
-        return length > 0 and list(token_ids)[:length] == self.tokens[:length]
+        tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
+        shown = CanaryAnswer.without_closing(tokens, self._closing)
+        self.latest = CanaryAnswer(self.request, self._config, shown, self._closing)
+        return self.latest
 
 
 class Learner:
@@ -91,7 +92,7 @@ def test_after_each_push_the_servers_greedy_answer_is_the_learners(
         assert outcome.proven == (0,), outcome.reports[0].error
         assert outcome.reports[0].proof == "checksums+canary"
         (completion,) = server.infer([learner.canary.request], max_tokens=12)
-        assert learner.canary.agrees(completion.token_ids)
+        assert learner.canary.latest.agrees(completion.token_ids)
         assert completion.weight_version == outcome.version
         answers.append(completion.token_ids)
         train_a_little(learner.module)

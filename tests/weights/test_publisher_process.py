@@ -19,7 +19,7 @@ import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
-from stand_in_canary import StandInCanary
+from stand_in_canary import REQUEST, StandInCanary
 from stopped_process import stop_process
 from waiting import wait_for
 from weight_updates import make_updates, mark_suspect, publisher_setup
@@ -28,6 +28,7 @@ from swift_stage2 import wire
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint
@@ -39,17 +40,16 @@ KILLED = "the process that publishes weights was killed by SIGKILL; another one 
 LATE = "the server did not take and prove the weights within {:g} s"
 
 
-class JudgingCanary(StandInCanary):
-    """Notes which answers it judged, and on which thread."""
+class AnsweringCanary(StandInCanary):
+    """Answers as the servers do, unless it was told not to."""
+
+    is_wrong = False
+
+    def answer(self) -> CanaryAnswer:
+        return CanaryAnswer(REQUEST | self.more, {}, (9,) if self.is_wrong else (1, 2))
 
     def __init__(self) -> None:
-        super().__init__()
-        self.agreed = True
-        self.judged: list[tuple[tuple[int, ...], int]] = []
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        self.judged.append((tuple(token_ids), os.getpid()))
-        return self.agreed
+        self.more: dict[str, list[str]] = {}
 
 
 class Learner:
@@ -70,7 +70,7 @@ class Learner:
         self.publisher = ProcessPublisher(
             setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
         )
-        self.canary = JudgingCanary()
+        self.canary = AnsweringCanary()
         self.sync = make_updates(export, self.publisher, 2, canary=self.canary, timeout_s=LONGEST_WAIT_S)
 
     @property
@@ -115,7 +115,7 @@ def learner(of_the_module: Learner) -> Learner:
     for server in of_the_module.servers:
         server.hooks.clear()
         server.calls.clear()
-    of_the_module.canary.agreed = True
+    of_the_module.canary.is_wrong, of_the_module.canary.more = False, {}
     of_the_module.set_timeout(LONGEST_WAIT_S)
     assert of_the_module.push().proven == (0, 1)
     return of_the_module
@@ -175,13 +175,11 @@ def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
         learner.sync.snapshots._file.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
-def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
-    mark_suspect(learner.sync, 0, 1)  # as after a fault: then it is due
-    learner.canary.judged.clear()
+def test_the_canarys_answer_travels_with_the_push(learner: Learner) -> None:
+    mark_suspect(learner.sync, 0, 1)  # after a fault it is due
     assert learner.push().reports[0].proof == "checksums+canary"
-    assert learner.canary.judged == [((1, 2), os.getpid())] * 2
     mark_suspect(learner.sync, 0, 1)
-    learner.canary.agreed = False
+    learner.canary.is_wrong = True
     outcome = learner.push()
     assert outcome.failed == (0, 1)
     assert "answers the canary with other tokens than the learner" in str(outcome.reports[1].error)
@@ -271,16 +269,14 @@ def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_b
     learner.require_another_process_and_a_proof(pid)
 
 
-def ask_with_a_picture(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+def ask_with_a_picture(learner: Learner) -> None:
     """A command is then larger than what a socket takes unread, as that of many tensors is."""
-    monkeypatch.setitem(learner.canary.request, "images", ["A" * (4 << 20)])
+    learner.canary.more = {"images": ["A" * (4 << 20)]}
     mark_suspect(learner.sync, 0, 1)  # so that the canary is due
 
 
-def test_a_command_that_a_process_never_reads_holds_up_nobody(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask_with_a_picture(learner, monkeypatch)
+def test_a_command_that_a_process_never_reads_holds_up_nobody(learner: Learner) -> None:
+    ask_with_a_picture(learner)
     pid = learner.publisher.pid
     stop_process(pid)
     learner.set_timeout(1.5)
