@@ -288,11 +288,12 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     learner.sync.look()
     written = shared / f".{name}.safetensors", file_of(shared, name)
     wait_for(lambda: any(path.is_file() for path in written))
-    os.kill(learner.publisher.pid, signal.SIGKILL)
+    pid = learner.publisher.pid
+    os.kill(pid, signal.SIGKILL)
     assert learner.end().reports[0].error in (None, KILLED)
     if served(reader) == before:
         assert newest(shared) == old
-    wait_for(lambda: learner.publisher._worker.has_ended)
+    wait_for(lambda: learner.publisher.pid != pid or learner.publisher._worker.has_ended)
     after = learner.push()
     assert after.proven == (0,), after.reports[0].error
     wait_for(lambda: newest(shared) == name_of(after.version))
