@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 from swift_stage2 import wire
-from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.servers import infer_wire
 
 LONGEST_WAIT_S = 60.0
@@ -102,14 +100,6 @@ def _named(answer: Answer, call: Call) -> Answer:
 
 def error(status: int = 500, text: str = "Internal Server Error") -> Answer:
     return Answer(status=status, body=text.encode())
-
-
-def await_settled(client: RolloutClient) -> None:
-    """Waits until the client's lanes have settled what they abandoned, or given it up."""
-    pause, end = threading.Event(), time.monotonic() + LONGEST_WAIT_S
-    while client.num_unsettled and time.monotonic() < end:
-        pause.wait(0.01)
-    assert client.num_unsettled == 0
 
 
 @dataclass

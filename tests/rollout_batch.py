@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from waiting import wait_for
+
 from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
 from swift_stage2.config import DecodingConfig
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample
 
 LONGEST_WAIT_S = 60.0
@@ -17,7 +18,6 @@ LONGEST_WAIT_S = 60.0
 def make_client(*urls: str, **changes: Any) -> RolloutClient:
     """The only rank's client, which has heard of no proof."""
     settings: dict[str, Any] = {
-        "fence": InferFence(version=3),
         "decoding": DecodingConfig(),
         "request_timeout_s": LONGEST_WAIT_S,
         "run_seed": 1,
@@ -25,6 +25,27 @@ def make_client(*urls: str, **changes: Any) -> RolloutClient:
         "world_size": 1,
     }
     return RolloutClient(urls, **settings | changes)
+
+
+def prove(client: RolloutClient, *urls: str, version: int = 3) -> None:
+    """All ranks agree that these servers, by default all, have proven ``version``."""
+    for url in urls or tuple(client._servers):
+        client.update(url, version, closed=False)
+
+
+def withdraw(client: RolloutClient, url: str) -> None:
+    """All ranks agree that nobody asks it."""
+    client.update(url, 0, closed=False)
+
+
+def unsettled(client: RolloutClient) -> set[str]:
+    """Servers that may still compute what was abandoned."""
+    return {url for url, server in client._servers.items() if server.is_settling}
+
+
+def await_settled(client: RolloutClient) -> None:
+    """Waits until the client has settled what it abandoned, or given it up."""
+    wait_for(lambda: not unsettled(client))
 
 
 def generate(

@@ -15,7 +15,6 @@ import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from free_port import free_port
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
-from swift_stage2.servers.probe import JoiningServer
 
 from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
@@ -28,6 +27,7 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
 from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.health_check import ServerKind
 
 
 @pytest.fixture
@@ -163,15 +163,13 @@ def _ours(**facts: Any) -> Callable[[Any], Answer]:
     return lambda call: Answer(body=json.dumps(info.to_json()).encode())
 
 
-@pytest.mark.parametrize("may_stage", [True, False])
 def test_an_absent_server_of_ours_joins_as_one(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, may_stage: bool
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = _ours()
     found = FoundServers(absent={server.url: "ConnectError"})
-    joining = examine(configure(server.url), found, server.url, may_stage=may_stage)
-    assert joining == JoiningServer(server.url, may_stage, None)
-    assert found.ours == {server.url}
+    assert examine(configure(server.url), found, server.url) == ServerKind(is_ours=True)
+    assert found.kinds == {server.url: ServerKind(is_ours=True)}
 
 
 def test_an_absent_server_must_pass_the_checks_of_a_start(
@@ -179,7 +177,7 @@ def test_an_absent_server_must_pass_the_checks_of_a_start(
 ) -> None:
     monkeypatch.setattr(servers, "_JOIN_S", 0.5)
     stock, found = server.on_get, FoundServers(names={"one": "http://127.0.0.1:1"})
-    look = partial(examine, found=found, base_url=server.url, may_stage=True)
+    look = partial(examine, found=found, base_url=server.url)
     server.on_get = lambda call: Answer(status=503, body=b"loading")
     assert look(configure(server.url)) is None, "it is asked again"
     server.on_get = _ours()
@@ -231,7 +229,7 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
     (warning,) = warnings
     assert warning.startswith(f"{server.url} cannot abort rollouts")
     assert "rollout.sync.on_pending: abort needs swift-stage2 rollout" in warning
-    server.on_get = _ours(can_abort=True)
+    server.on_get = _ours()
     wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
     assert len(warnings) == 1
 
@@ -243,8 +241,8 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
             None,
             "stock swift rollout; serve with swift-stage2 rollout of this release, or write on_pending: wait",
         ),
-        ({"can_abort": True}, "of an earlier release; serve with .*or write on_pending: abort"),
-        ({"can_abort": True, "resume": True}, None),
+        ({}, "of an earlier release; serve with .*or write on_pending: abort"),
+        ({"resume": True}, None),
     ],
 )
 def test_a_server_that_cannot_resume_is_refused_where_it_must(
@@ -257,7 +255,7 @@ def test_a_server_that_cannot_resume_is_refused_where_it_must(
         server.on_get = _ours(**info)
     config = configure(server.url, sync={"on_pending": "resume"})
     if told is None:
-        assert wait_for_servers(config, SingleRank()).ours == {server.url}
+        assert wait_for_servers(config, SingleRank()).kinds == {server.url: ServerKind(is_ours=True)}
         return
     with pytest.raises(ConfigError, match=f"on_pending: resume needs .*got {server.url}, .*{told}"):
         wait_for_servers(config, SingleRank())
@@ -292,12 +290,12 @@ def test_a_plain_vllm_is_found_with_the_name_that_it_is_asked_by(
         Answer(body=json.dumps(answers[call.path]).encode()) if call.path in answers else Answer(status=404)
     )
     found = wait_for_servers(configure(server.url), SingleRank())
-    assert (found.ours, found.chat_models) == (set(), {server.url: "tiny"})
+    assert found.kinds == {server.url: ServerKind(chat_model="tiny")}
 
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_vllm_without_the_routes_of_a_round_is_refused_with_the_line_to_start_it_by(
+def test_vllm_without_the_routes_for_weights_is_refused_with_the_line_to_start_it_by(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: (
@@ -458,14 +456,14 @@ def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     try:
         again.resume(lambda: state)
         channel_b = channel_bs[1]
-        assert channel_b.clock.current == 2
+        assert (channel_b.clock.current, channel_b.schedule.next_version) == (2, 3)
         assert channel_b.evaluation is None, "evaluations are off by default"
-        assert not channel_b.fence.is_open, "the first round opens it"
+        assert channel_b.client.busy() == set(), "the first proof opens a fence"
         assert channel_b.source.draw(3) == outstanding
     finally:
         again.close()
         again.close()
-    assert server.infer_calls == [], "nothing is inferred before a round"
+    assert server.infer_calls == [], "nothing is inferred before a proof"
 
 
 @pytest.mark.slow

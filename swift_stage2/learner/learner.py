@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from swift_stage2.channel_b.ready_queue import Reservation
 from swift_stage2.collectives import ControlGroup
@@ -76,7 +76,7 @@ class Learner:
         self._paused = False
         self._has_trained = False
         self._versions = (
-            LearnerVersions(self.channel_b, self.control, self.events, self._agree_outside)
+            LearnerVersions(self.channel_b, self.control, self.events, self._agree)
             if self.channel_b is not None
             else None
         )
@@ -120,9 +120,7 @@ class Learner:
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
         told = self._told(step, plan, packs, time.perf_counter() - started)
-        if (
-            self._versions is not None
-        ):  # after this step's packs were taken, so that none ages between the two
+        if self._versions is not None:  # after this step's packs were taken: none ages between the two
             self._versions.apply(step, outcome, news)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self.events.record_step(told)
@@ -206,7 +204,7 @@ class Learner:
     def _has_evaluated(self, b: ChannelB, evaluation: PinnedEvaluation, step: int, end: float) -> bool:
         """One agreement after training: the final weights and evaluation go on. True when nothing more can come."""
         assert self._versions is not None
-        outcome, news = self._agree(step, None, stops=time.monotonic() >= end)
+        outcome, news = self._agree(step, stops=time.monotonic() >= end)
         # Else a rank has found the time to be over, a moment before this one.
         self._stop_requested |= outcome.stop_requested and time.monotonic() < end - _CLOCKS_APART_S
         self._versions.apply(step, outcome, news)
@@ -229,7 +227,7 @@ class Learner:
         return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
 
     def _agree(
-        self, step: int, reservation: Reservation | None, *, stops: bool = False
+        self, step: int, reservation: Reservation | None = None, *, stops: bool = False
     ) -> tuple[GateOutcome, UpdateNews | None]:
         """One agreement of all ranks, with what rank 0 tells beside it. If it raises, nothing reserved was trained."""
         facts = RankFacts(
@@ -248,7 +246,7 @@ class Learner:
                 vector = self.control.reduce_max(facts.encode())
             outcome = decide(vector, num_servers=num_servers)
             if outcome.log_failed:
-                self._raise_log_failures()
+                raise unwritten(self._causes(self.events.log.failure))
             news = None
             if outcome.update_news and self._versions is not None:
                 news = self._versions.tell_news()
@@ -257,13 +255,6 @@ class Learner:
                 reservation.release()
             raise
         return outcome, news
-
-    def _agree_outside(self, step: int) -> GateOutcome:
-        """An agreement while training waits for a version."""
-        assert self._versions is not None
-        outcome, news = self._agree(step, None)
-        self._versions.apply(step, outcome, news)
-        return outcome
 
     def _with_channel_b(self, facts: RankFacts, b: ChannelB, step: int) -> RankFacts:
         # In this order: who gives up an abandoned POST makes its server suspect in the same moment.
@@ -380,9 +371,6 @@ class Learner:
             f"channel B's pipeline must live for the whole run, it died ({causes}); mend the cause, or set "
             "stage2_ab.channel_b.on_pipeline_failure: continue_a"
         )
-
-    def _raise_log_failures(self) -> NoReturn:
-        raise unwritten(self._causes(self.events.log.failure))
 
     def _causes(self, mine: str) -> str:
         """The causes of all ranks that have one."""

@@ -24,9 +24,13 @@ _LOOK_S = 0.1  # between two agreements while training waits
 
 class LearnerVersions:
     def __init__(
-        self, parts: ChannelB, control: ControlGroup, events: Telemetry, agree: Callable[[int], GateOutcome]
+        self,
+        parts: ChannelB,
+        control: ControlGroup,
+        events: Telemetry,
+        agree: Callable[[int], tuple[GateOutcome, UpdateNews | None]],
     ) -> None:
-        """``agree`` makes one agreement of all ranks outside of a step, and has it applied."""
+        """``agree`` makes one agreement of all ranks outside of a step."""
         self._b = parts
         self._control = control
         self._events = events
@@ -168,7 +172,8 @@ class LearnerVersions:
     def _await_version(self, step: int) -> None:
         """Returns when all pushes have ended; the first proof shortens their time. Bounded by the pushes' deadlines."""
         while True:
-            outcome = self._agree(step)
+            outcome, news = self._agree(step)
+            self.apply(step, outcome, news)
             if outcome.stop_requested or not self.is_publishing:
                 return
             if any(self.asked) and self._b.updates is not None:

@@ -71,7 +71,7 @@ class UpdateNews:
 
 
 @dataclass(slots=True)
-class _Version:
+class _Newest:
     """The newest version: its snapshot, and how its pushes have gone since all ranks were told."""
 
     taken: TakenSnapshot
@@ -116,7 +116,7 @@ class Updates:
         self._on_lost = on_lost
         self._canaries = CanarySchedule(sync.canary_every_rounds)
         self._heap = HeapTrim()
-        self._newest: _Version | None = None
+        self._newest: _Newest | None = None
         self._ends: dict[int, tuple[float, str]] = {}  # of running pushes: moment and limit
         self._joining: list[JoiningServer] = []
         self._drained: frozenset[int] = frozenset()  # by the last agreement
@@ -137,7 +137,7 @@ class Updates:
     def begin(self, taken: TakenSnapshot, step: int) -> None:
         """``taken`` is the newest version, of the weights at the start of ``step``. No push runs."""
         self._step = step
-        self._newest = _Version(taken, step)
+        self._newest = _Newest(taken, step)
         self._fault = taken.fault
         self._push_where_possible()
 
@@ -259,7 +259,7 @@ class Updates:
         if self._newest is not None and not self._newest.is_handed_over:
             self._push_where_possible()
 
-    def _hand_over(self, newest: _Version) -> bool:
+    def _hand_over(self, newest: _Newest) -> bool:
         """Whether the copies into the snapshot are done, so that it may be pushed."""
         if not newest.is_handed_over and self._snapshots.is_copied:
             try:
@@ -269,7 +269,7 @@ class Updates:
                 self._fault = describe_fault("the copy of the weights", error)
         return newest.is_handed_over
 
-    def _push(self, server: int, life: ServerLife, newest: _Version) -> None:
+    def _push(self, server: int, life: ServerLife, newest: _Newest) -> None:
         if not self._ends and newest.was_told:
             newest.began_s = time.monotonic()
         life.push()

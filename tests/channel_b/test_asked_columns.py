@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from fake_rollout_server import Call, FakeRolloutServer, output, outputs, request
-from rollout_batch import generate, make_client
+from rollout_batch import generate, make_client, prove
 
-from swift_stage2.channel_b.rollouts import RequestSettings, ServedWeights
+from swift_stage2.channel_b.rollouts import RequestSettings
 from swift_stage2.columns import LOG_PROBS, Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
@@ -41,7 +41,7 @@ def ask(
 ) -> BatchOutcome:
     client = make_client(server.url, decoding=DECODING, max_inflight_per_server=4, columns=columns)
     with client:
-        client.set_proven({server.url: ServedWeights(3, stamps=False)})
+        prove(client)
         samples = [Sample(SampleKey(0, n, n), {}) for n in range(3)]
         return generate(client, samples, [request(f"r{n}") for n in range(3)], settings)
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from channel_b.test_rollout_client import PATIENCE_S, STAMPED, make_client, make_samples, positions, stamp
-from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, await_settled, error, request
-from rollout_batch import all_samples, collect
+from channel_b.test_rollout_client import PATIENCE_S, make_client_of_ours, make_samples, positions, stamp
+from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, request
+from rollout_batch import all_samples, await_settled, collect, prove, unsettled, withdraw
+from waiting import wait_for
 
-from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights, batch
+from swift_stage2.channel_b.rollouts import RolloutClient, batch
 from swift_stage2.channel_b.rollouts.requests import PostEnd
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
 PLACES = 4
@@ -30,22 +30,15 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 @pytest.fixture
-def fence() -> InferFence:
-    return InferFence(version=3)
-
-
-@pytest.fixture
 def go_on() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
 
 
-def streaming(server: FakeRolloutServer, fence: InferFence, **changes: Any) -> RolloutClient:
+def streaming(server: FakeRolloutServer, **changes: Any) -> RolloutClient:
     """A client of one rank whose server is proven as ours, and agreed with."""
-    settings = {"run_id": "run", "world_size": 1, "max_inflight_per_server": PLACES}
-    client = make_client(server, fence=fence, **settings | changes)
-    client.set_proven({server.url: STAMPED})
+    client = make_client_of_ours(server, **{"world_size": 1, "max_inflight_per_server": PLACES} | changes)
     client.note_agreement([server.url])
     return client
 
@@ -72,10 +65,10 @@ def holding(go_on: threading.Event, *texts: str) -> Behaviour:
 
 
 def test_a_rollout_without_end_holds_its_own_place_only(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+    server: FakeRolloutServer, go_on: threading.Event
 ) -> None:
     server.on_infer = holding(go_on, "0")
-    with streaming(server, fence) as client:
+    with streaming(server) as client:
         submit(client, PLACES)
         ended = [next_text(client) for _ in range(PLACES - 1)]
         for first in range(PLACES, 4 * PLACES):
@@ -88,17 +81,17 @@ def test_a_rollout_without_end_holds_its_own_place_only(
 
 
 def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_once(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+    server: FakeRolloutServer, go_on: threading.Event
 ) -> None:
     server.on_infer = holding(go_on, "1", "2", "3")
     first_ends = threading.Event()
     held = server.on_infer
     server.on_infer = lambda call: replace(held(call), after=first_ends if call.texts == ["0"] else go_on)
-    with streaming(server, fence) as client:
+    with streaming(server) as client:
         assert client.free_places == PLACES + 1, "one may wait"
         samples = submit(client, PLACES + 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES)
-        assert (fence.in_flight, client.free_places) == (PLACES, 0)
+        assert (client.in_flight, client.free_places) == (PLACES, 0)
         first_ends.set()
         server.wait_until(lambda: len(server.infer_calls) == PLACES + 1)  # nobody had to look
         go_on.set()
@@ -108,12 +101,12 @@ def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_
 
 
 def test_a_server_without_room_gets_fewer_posts_at_once(
-    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "_BUSY_PAUSE_S", 0.01)
     num_refused = iter(range(1))
     server.on_infer = lambda call: error(429) if next(num_refused, None) is not None else good(call)
-    with streaming(server, fence) as client:
+    with streaming(server) as client:
         (only,) = client._servers.values()
         assert len(collect(client, submit(client, 1)).rollouts) == 1
         assert only.num_places == PLACES // 2
@@ -126,28 +119,26 @@ def test_a_server_without_room_gets_fewer_posts_at_once(
 
 
 def test_a_doubt_ends_all_that_is_out_and_nothing_of_it_is_believed(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+    server: FakeRolloutServer, go_on: threading.Event
 ) -> None:
     wrong, held = stamp(9), holding(go_on, "0", "1", "2")
     server.on_infer = lambda call: wrong(call) if call.texts == ["3"] else held(call)
-    with streaming(server, fence, request_timeout_s=3600.0) as client:
+    with streaming(server, request_timeout_s=3600.0) as client:
         samples = submit(client, PLACES - 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES - 1)
         samples += submit(client, 1, first=3)
         outcome = collect(client, samples)
         assert "weight_version=9" in client.suspects[server.url], "the first reason stays"
         assert server._num_running == PLACES - 1, "nobody waited for those"
-        assert (fence.in_flight, client.num_unsettled, client.free_places) == (0, 0, 0)
+        assert (client.in_flight, unsettled(client), client.free_places) == (0, set(), 0)
     assert (outcome.rollouts, len(outcome.returned)) == ((), PLACES)
     assert {failure.end for failure in outcome.failures} == {PostEnd.LOST, PostEnd.DISTRUSTED}
 
 
-def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(server: FakeRolloutServer) -> None:
     server.on_infer = lambda call: error() if call.texts == ["bad"] else good(call)
     copies = [Sample(SampleKey(0, position, 7), row={}) for position in range(PLACES)]
-    with streaming(server, fence) as client:
+    with streaming(server) as client:
         client.submit(copies, [request("bad")] * PLACES)
         assert positions(collect(client, copies).returned) == list(range(PLACES))
         assert client.suspects == {}
@@ -158,34 +149,29 @@ def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(
 
 
 def test_a_server_that_is_withdrawn_gives_everything_back(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+    server: FakeRolloutServer, go_on: threading.Event
 ) -> None:
     server.on_infer = holding(go_on, *map(str, range(9)))
-    with streaming(server, fence, request_timeout_s=3600.0) as client:
+    with streaming(server, request_timeout_s=3600.0) as client:
         samples = submit(client, PLACES + 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES)
-        client.stop_requests([server.url])
+        withdraw(client, server.url)
         outcome = collect(client, samples)
-        assert (positions(outcome.returned), fence.in_flight) == (list(range(PLACES + 1)), 0)
+        assert (positions(outcome.returned), client.in_flight) == (list(range(PLACES + 1)), 0)
     assert len(server.infer_calls) == PLACES, "what waited was not asked"
 
 
 @pytest.mark.parametrize(
     "lose_trust",
     [
-        lambda client, url: client.stop_requests([url]),
+        withdraw,
         lambda client, url: client.mark_suspect(url, "a doubt"),
-        lambda client, url: client.set_proven({}, drained=False),
-        lambda client, url: (
-            client.stop_requests([url]),
-            client.set_proven({url: ServedWeights(4, stamps=True)}),
-        ),
+        lambda client, url: (withdraw(client, url), prove(client, url, version=4)),
     ],
-    ids=["withdrawn", "suspect", "left out by a round", "withdrawn and proven anew"],
+    ids=["withdrawn", "suspect", "withdrawn and proven anew"],
 )
 def test_a_post_that_is_about_to_leave_when_its_server_loses_trust_stays(
     server: FakeRolloutServer,
-    fence: InferFence,
     go_on: threading.Event,
     lose_trust: Callable[[RolloutClient, str], object],
 ) -> None:
@@ -197,19 +183,19 @@ def test_a_post_that_is_about_to_leave_when_its_server_loses_trust_stays(
         lose_trust(clients[0], server.url)
         yield
 
-    with streaming(server, fence, request_timeout_s=3600.0, watch_post=last_moment) as client:
+    with streaming(server, request_timeout_s=3600.0, watch_post=last_moment) as client:
         clients.append(client)
         outcome = collect(client, submit(client, 1))
-        assert (positions(outcome.returned), fence.in_flight, client.num_unsettled) == ([0], 0, 0)
+        assert (positions(outcome.returned), client.in_flight, unsettled(client)) == ([0], 0, set())
         assert [failure.end for failure in outcome.failures] == [PostEnd.LOST]
     assert server.infer_calls == []
 
 
 def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+    server: FakeRolloutServer, go_on: threading.Event
 ) -> None:
     server.on_infer = holding(go_on, "0")
-    with streaming(server, fence, request_timeout_s=3.0) as client:
+    with streaming(server, request_timeout_s=3.0) as client:
         samples = submit(client, PLACES)
         outcome = collect(client, samples)
         await_settled(client)
@@ -221,32 +207,30 @@ def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
 # --- fence and end ---------------------------------------------------------------------------------------
 
 
-def test_a_closed_fence_is_drained_when_all_places_have_ended(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+def test_a_server_is_drained_when_all_places_have_ended(
+    server: FakeRolloutServer, go_on: threading.Event
 ) -> None:
     server.on_infer = lambda call: replace(stamp(3)(call), after=go_on)
-    with streaming(server, fence) as client:
+    with streaming(server) as client:
         samples = submit(client, PLACES + 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES)
-        assert not fence.close()
+        client.update(server.url, 3, closed=True)
+        assert client.busy() == {server.url}
         go_on.set()
         outcomes = [client.next_finished(PATIENCE_S) for _ in range(PLACES)]
-        assert fence.close(), "drained"
+        wait_for(lambda: not client.busy())
         assert len(server.infer_calls) == PLACES, "the one that waits got no ticket"
-        client.set_proven({server.url: ServedWeights(4, stamps=True)})
         server.on_infer = stamp(4)
-        fence.reopen(4)
+        prove(client, version=4)
         outcomes.append(client.next_finished(PATIENCE_S))
     rollouts = [rollout for outcome in outcomes if outcome is not None for rollout in outcome.rollouts]
     assert sorted(rollout.version for rollout in rollouts) == [3] * PLACES + [4]
     assert {rollout.sample.key for rollout in rollouts} == {sample.key for sample in samples}
 
 
-def test_a_stop_ends_every_place(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
-) -> None:
+def test_a_stop_ends_every_place(server: FakeRolloutServer, go_on: threading.Event) -> None:
     server.on_infer = holding(go_on, *map(str, range(9)))
-    client = streaming(server, fence, request_timeout_s=3600.0)
+    client = streaming(server, request_timeout_s=3600.0)
     samples = submit(client, PLACES + 1)
     server.wait_until(lambda: len(server.infer_calls) == PLACES)
     client.request_stop()
@@ -258,7 +242,7 @@ def test_a_stop_ends_every_place(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_under_faults_every_sample_comes_out_once(
-    server: FakeRolloutServer, fence: InferFence, seed: int, monkeypatch: pytest.MonkeyPatch
+    server: FakeRolloutServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors, refusals, lost connections, hangs, foreign stamps and withdrawals, in drawn order."""
     monkeypatch.setattr(batch, "_BUSY_PAUSE_S", 0.01)
@@ -276,20 +260,22 @@ def test_under_faults_every_sample_comes_out_once(
         return rng.choice(faults)(call) if rng.random() < 0.25 else good(call)
 
     server.on_infer = behave
-    with streaming(server, fence, request_timeout_s=0.4) as client:
+    with streaming(server, request_timeout_s=0.4) as client:
         missing = {sample.key for sample in make_samples(40)}
         waiting, ended = make_samples(40), 0
         while missing:
             free = client.free_places
             if waiting and not client.proven:
-                client.set_proven({server.url: STAMPED})
+                client.take_suspicions()
+                withdraw(client, server.url)
+                prove(client)
                 client.note_agreement([server.url])
             if waiting and free:
                 count = min(free, rng.randint(1, 5), len(waiting))
                 asked, waiting = waiting[:count], waiting[count:]
                 client.submit(asked, [request(str(sample.key.position)) for sample in asked])
             if rng.random() < 0.03:
-                client.stop_requests([server.url])
+                withdraw(client, server.url)
             outcome: BatchOutcome | None = client.next_finished(0.05)
             if outcome is not None:
                 keys = {sample.key for sample in all_samples(outcome)}

@@ -16,12 +16,11 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor
-from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
 from swift_stage2.channel_b.task import Task
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
 from swift_stage2.evaluation import MAX_ASKS, RankEvaluation
-from swift_stage2.fence import InferFence
 from swift_stage2.records import (
     BatchOutcome,
     EvaluationCounts,
@@ -313,15 +312,14 @@ def test_counts_add_up_over_ranks() -> None:
 # --- through the real client -------------------------------------------------------------------------
 
 
-def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) -> RolloutClient:
+def make_client(server: FakeRolloutServer, events: Recorder) -> RolloutClient:
     client = rollout_batch.make_client(
         server.url,
-        fence=fence,
         decoding=DECODING,
         max_inflight_per_server=99,
         observer=events,
     )
-    client.set_proven({server.url: ServedWeights(fence.version, stamps=False)})
+    rollout_batch.prove(client, version=5)
     return client
 
 
@@ -329,7 +327,7 @@ def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     training = Recorder()
-    with FakeRolloutServer() as server, make_client(server, InferFence(version=5), training) as client:
+    with FakeRolloutServer() as server, make_client(server, training) as client:
         scene = Scene(encoder, rows, client=client)
         scene.part.begin(5)
         assert scene.ask(2)  # the fake server's prompt is not the learner's, so that both fail

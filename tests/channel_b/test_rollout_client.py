@@ -17,7 +17,6 @@ from fake_rollout_server import (
     Behaviour,
     Call,
     FakeRolloutServer,
-    await_settled,
     echo,
     error,
     output,
@@ -26,22 +25,22 @@ from fake_rollout_server import (
     stamped,
 )
 from free_port import free_port
-from rollout_batch import generate
+from rollout_batch import await_settled, generate, prove, unsettled, withdraw
 
 from swift_stage2.channel_b.attempts import Attempts
-from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient, ServedWeights, batch
+from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient, batch
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import infer_wire
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Finished, Sent
 
 PATIENCE_S = 60.0
 KEY = "sk-very-secret-0123456789"
-UNSTAMPED = ServedWeights(3, stamps=False)
-STAMPED = ServedWeights(3, stamps=True)  # the fence's version in our own server
+OURS = ServerKind(is_ours=True)
 
 
 @pytest.fixture
@@ -51,18 +50,13 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 @pytest.fixture
-def fence() -> InferFence:
-    return InferFence(version=3)
-
-
-@pytest.fixture
 def background() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=1) as thread:
         yield thread
 
 
 def make_client(*servers: FakeRolloutServer | str, **changes: Any) -> RolloutClient:
-    """A client of two ranks, whose servers are proven."""
+    """A client of two ranks, whose servers have proven version 3."""
     urls = [server if isinstance(server, str) else server.url for server in servers]
     settings: dict[str, Any] = {
         "decoding": DecodingConfig(temperature=0.7, max_new_tokens=64),
@@ -70,8 +64,13 @@ def make_client(*servers: FakeRolloutServer | str, **changes: Any) -> RolloutCli
         "max_inflight_per_server": 4096,
     }
     client = rollout_batch.make_client(*urls, **settings | changes)
-    client.set_proven(dict.fromkeys(urls, UNSTAMPED))
+    prove(client)
     return client
+
+
+def make_client_of_ours(server: FakeRolloutServer, **changes: Any) -> RolloutClient:
+    """A client whose only server, one of ours, has proven version 3 of this run."""
+    return make_client(server, run_id="run", kinds={server.url: OURS}, **changes)
 
 
 def make_samples(count: int, first: int = 0) -> list[Sample]:
@@ -110,10 +109,8 @@ def failing_on(*bad: str) -> Callable[[Call], Answer]:
 
 
 def test_a_rollout_carries_what_the_server_said_and_the_tickets_version(server: FakeRolloutServer) -> None:
-    fence = InferFence(version=3)
-    fence.close()
-    fence.reopen(7)
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
+        prove(client, version=7)
         outcome = ask(client, 2)
     first = outcome.rollouts[0]
     assert (first.text, first.token_ids, first.prompt_token_ids) == ("echo 0", (6, 2), (1, 2, 3))
@@ -129,27 +126,27 @@ def test_a_rollout_carries_what_the_server_said_and_the_tickets_version(server: 
         "return_details": True,
     }
     assert (outcome.num_posts, outcome.failures, client.suspects) == (1, (), {})
-    assert fence.in_flight == 0
+    assert client.in_flight == 0
 
 
-def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_finish_reasons(server: FakeRolloutServer) -> None:
     reasons = ["stop", "length", "abort"]
     server.on_infer = lambda call: outputs([output("x", finish_reason=reason) for reason in reasons])
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 3)
     assert [rollout.truncated for rollout in outcome.rollouts] == [False, True]
     (aborted,) = outcome.aborted
     assert aborted.sample.key.position == 2
-    assert (aborted.text, aborted.spans[0].version) == ("x", fence.version)  # what it had said so far
+    assert (aborted.text, aborted.spans[0].version) == ("x", 3)  # what it had said so far
     assert positions(outcome.returned) == [2]
 
 
 def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer) -> None:
     with make_client(server) as client:
-        client.set_proven({})
+        withdraw(client, server.url)
         assert positions(ask(client, 2).returned) == [0, 1]
         assert server.calls == []
-        client.set_proven({server.url: UNSTAMPED})
+        prove(client)
         assert texts(ask(client, 1)) == ["echo 0"]
 
 
@@ -239,7 +236,7 @@ def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
     with make_client(server, request_timeout_s=1.0) as client:
         assert texts(ask(client, 1)) == ["echo 0"]
         outcome = ask(client, 2, first=1)
-        assert (client.suspects, client.num_unsettled) == ({}, 0)
+        assert (client.suspects, unsettled(client)) == ({}, set())
     assert (positions(outcome.returned), outcome.timed_out) == ([1, 2], ())
     assert {failure.end for failure in outcome.failures} == {PostEnd.BUSY}
     assert set(server.batch_sizes[1:]) == {2}, "it is asked for the same, and not bisected"
@@ -282,7 +279,7 @@ def test_a_connection_lost_during_a_post_ends_all_trust(
     server.on_infer = lambda call: echo(call, **cut)
     with make_client(server) as client:
         outcome = ask(client, 4)
-        assert client.num_unsettled == 0
+        assert not unsettled(client)
     assert positions(outcome.returned) == [0, 1, 2, 3]
     assert client.suspects.keys() == {server.url}
     assert [failure.end for failure in outcome.failures] == [PostEnd.LOST]
@@ -299,16 +296,16 @@ def test_a_server_that_is_gone_is_asked_twice_and_suspected() -> None:
 
 
 def test_a_server_that_takes_batches_gets_one_post_at_a_time(
-    server: FakeRolloutServer, fence: InferFence, background: ThreadPoolExecutor
+    server: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
     go_on = threading.Event()
     server.on_infer = lambda call: echo(call, after=go_on)
     with FakeRolloutServer(on_infer=lambda call: echo(call, after=go_on)) as other:
-        with make_client(server, other, fence=fence, max_inflight_per_server=4) as client:
+        with make_client(server, other, max_inflight_per_server=4) as client:
             outcome = background.submit(ask, client, 8)
             server.wait_until(lambda: len(server.infer_calls) == 1)
             other.wait_until(lambda: len(other.infer_calls) == 1)
-            assert fence.in_flight == 2  # one ticket per POST
+            assert client.in_flight == 2  # one ticket per POST
             go_on.set()
             assert len(outcome.result(timeout=PATIENCE_S).rollouts) == 8
         assert (server.most_at_once, other.most_at_once) == (1, 1)
@@ -318,34 +315,40 @@ def test_a_server_that_takes_batches_gets_one_post_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
+    ("wrong", "named"),
     [
-        ({"weight_version": 2, "run_id": "run"}, "weight_version=2 instead of 3"),
+        ({"weight_version": 2, "run_id": "run"}, "weight_version=2 run_id='run' instead of 3"),
         ({"weight_version": 3, "run_id": "old"}, "run_id='old'"),
-        ({}, "run_id=None"),
         ({"weight_version": None, "run_id": "run"}, "weight_version=None"),
-        ({"weight_version": None, "run_id": None}, "else the server was started again, got run_id=None"),
+        ({"weight_version": 3, "run_id": None}, "run_id=None"),
+        ({}, "weight_version=None run_id=None"),
     ],
 )
 def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
-    server: FakeRolloutServer, other: dict[str, Any], named: str
+    server: FakeRolloutServer, wrong: dict[str, Any], named: str
 ) -> None:
-    with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: STAMPED})
+    with make_client_of_ours(server) as client:
         server.on_infer = stamp(3)
         assert len(ask(client, 2).rollouts) == 2
-        server.on_infer = stamped(**other)
+        server.on_infer = stamped(**wrong)
         outcome = ask(client, 2, first=2)
         assert named in client.suspects[server.url]
     assert positions(outcome.returned) == [2, 3]
     assert [failure.end for failure in outcome.failures] == [PostEnd.DISTRUSTED]
 
 
-def test_a_stock_server_that_stamps_is_another_one(server: FakeRolloutServer) -> None:
+def test_a_stock_server_that_stamps_is_another_one_unless_it_is_learned_to_be_ours(
+    server: FakeRolloutServer,
+) -> None:
+    server.on_infer = stamp(3)
     with make_client(server, run_id="run") as client:
-        server.on_infer = stamp(3)
         ask(client, 1)
-        assert "must not stamp, got run_id='run'" in client.suspects[server.url]
+        assert "the kind that it was" in client.suspects[server.url]
+        assert not client.stages(server.url)
+        client.learn_kind(server.url, OURS)
+        assert client.stages(server.url)
+        prove(client)
+        assert len(ask(client, 1).rollouts) == 1
 
 
 def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_same(
@@ -357,15 +360,14 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
             [output("x", weight_version=3, run_id="run", request_id=name) for name in reversed(ids)]
         )
 
-    with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: STAMPED})
+    with make_client_of_ours(server) as client:
         server.on_infer = swapped
         outcome = ask(client, 2)
     assert [failure.end for failure in outcome.failures][:1] == [PostEnd.ERROR_ANSWER]
     assert "of the request in its place" in outcome.failures[0].reason
 
 
-# --- staged rounds -------------------------------------------------------------------------------
+# --- new weights while the server answers ---------------------------------------------------------
 
 
 def stamp(version: int | None, run_id: str | None = "run") -> Behaviour:
@@ -374,119 +376,93 @@ def stamp(version: int | None, run_id: str | None = "run") -> Behaviour:
 
 
 @pytest.fixture
-def staged(server: FakeRolloutServer) -> Iterator[RolloutClient]:
-    """A client whose server was proven with version 3, and gets version 4 while it answers."""
-    with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: STAMPED})
+def updating(server: FakeRolloutServer) -> Iterator[RolloutClient]:
+    """A client whose server has proven version 3, and gets version 4 while it answers."""
+    with make_client_of_ours(server) as client:
         client.expect(4)
         yield client
 
 
 def test_an_answer_is_of_the_version_that_its_stamp_names(
-    staged: RolloutClient, server: FakeRolloutServer
+    updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
     """One POST's answers may be of two: an engine takes them one by one."""
     server.on_infer = lambda call: outputs(
         [output("x", weight_version=3 + place, run_id="run") for place in range(len(call.texts))]
     )
-    old, new = ask(staged, 2).rollouts
+    old, new = ask(updating, 2).rollouts
     assert [each.version for each in (old, new)] == [3, 4]
-    assert (staged.confirms(old), staged.confirms(new)) == (True, None)
-    staged.set_proven({server.url: STAMPED}, drained=False)  # another server was proven
-    assert (staged.confirms(old), staged.confirms(new)) == (True, None)
-    staged.set_proven({server.url: ServedWeights(4, stamps=True)}, drained=False)
-    assert (staged.confirms(old), staged.confirms(new)) == (True, True)
-    staged.expect(5)
-    staged.stop_requests([server.url])
-    assert (staged.confirms(old), staged.confirms(new)) == (True, True), "what was proven stays so"
+    assert (updating.confirms(old), updating.confirms(new)) == (True, None)
+    prove(updating)  # one more step, in which nothing has come
+    assert (updating.confirms(old), updating.confirms(new)) == (True, None)
+    prove(updating, version=4)
+    assert (updating.confirms(old), updating.confirms(new)) == (True, True)
+    updating.expect(5)
+    withdraw(updating, server.url)
+    assert (updating.confirms(old), updating.confirms(new)) == (True, True), "what was proven stays so"
 
 
-def test_a_round_that_ends_without_a_proof_confirms_nothing_and_its_version_never_comes_again(
-    staged: RolloutClient, server: FakeRolloutServer
+def test_a_version_that_another_follows_without_a_proof_confirms_nothing(
+    updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
     server.on_infer = stamp(4)
-    (failed,) = ask(staged, 1).rollouts
-    staged.expect(5)
-    assert staged.confirms(failed) is False
+    (failed,) = ask(updating, 1).rollouts
+    updating.expect(5)
+    assert updating.confirms(failed) is False
     server.on_infer = stamp(5)
-    (proven,) = ask(staged, 1).rollouts
-    staged.set_proven({server.url: ServedWeights(5, stamps=True)}, drained=False)
-    assert (staged.confirms(failed), staged.confirms(proven)) == (False, True)
+    (proven,) = ask(updating, 1).rollouts
+    prove(updating, version=5)
+    assert (updating.confirms(failed), updating.confirms(proven)) == (False, True)
 
 
 @pytest.mark.parametrize("answer", [stamp(2), stamp(5), stamp(None, None), stamp(4, "other"), echo])
 def test_anything_else_makes_the_server_suspect(
-    staged: RolloutClient, server: FakeRolloutServer, answer: Behaviour
+    updating: RolloutClient, server: FakeRolloutServer, answer: Behaviour
 ) -> None:
     server.on_infer = answer
-    ask(staged, 1)
-    assert staged.suspects.keys() == {server.url}
-    assert staged.proven == ()
+    ask(updating, 1)
+    assert updating.suspects.keys() == {server.url}
+    assert updating.proven == ()
 
 
 def test_an_answer_is_of_what_the_server_served_since_the_post_left(
-    staged: RolloutClient,
-    server: FakeRolloutServer,
-    background: ThreadPoolExecutor,
+    updating: RolloutClient, server: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
-    """The proof of a staged round is heard while a POST that the old weights have answered is on its way back."""
+    """The proof is heard while a POST that the old weights have answered is on its way back."""
     heard = threading.Event()
     server.on_infer = lambda call: replace(stamp(3)(call), after=heard)
-    future = start_and_wait_for_a_post(staged, server, background)
-    staged.set_proven({server.url: ServedWeights(4, stamps=True)}, drained=False)
-    staged.expect(5)
+    future = start_and_wait_for_a_post(updating, server, background)
+    prove(updating, version=4)
+    updating.expect(5)
     heard.set()
     assert {each.version for each in future.result(timeout=PATIENCE_S).rollouts} == {3}
-    ask(staged, 1)
-    assert staged.suspects.keys() == {server.url}, "the next one left after the proof"
+    ask(updating, 1)
+    assert updating.suspects.keys() == {server.url}, "the next one left after the proof"
 
 
-def test_a_server_behind_the_ticket_answers_with_its_own_version(
-    staged: RolloutClient, server: FakeRolloutServer, fence: InferFence
+def test_what_must_be_of_one_version_is_asked_of_who_has_proven_it(
+    updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    """In a rolling round another server's proof has moved the clock."""
     server.on_infer = stamp(3)
-    staged.set_proven({server.url: STAMPED}, drained=False)
-    fence.reopen(4)
-    assert [each.version for each in ask(staged, 1).rollouts] == [3]
     samples = make_samples(1)
     of_4, of_3 = (
-        generate(staged, samples, [request("0")], RequestSettings(DecodingConfig(), only_version=version))
+        generate(updating, samples, [request("0")], RequestSettings(DecodingConfig(), only_version=version))
         for version in (4, 3)
     )
     assert (of_4.num_posts, len(of_4.returned), len(of_3.rollouts)) == (0, 1, 1)
 
 
-def test_a_suspicion_of_a_staged_round_outlasts_its_proof_until_the_next(
-    staged: RolloutClient, server: FakeRolloutServer
+def test_a_suspicion_outlasts_a_proof_until_all_ranks_have_heard_of_it(
+    updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    second = ServedWeights(4, stamps=True)
-    staged.mark_suspect(server.url, "it permutes")
-    staged.set_proven({server.url: second}, drained=False)
-    assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
-    staged.expect(5)
-    staged.clear_suspicion([server.url])  # the next round begins
-    assert (staged.proven, dict(staged.suspects)) == ((), {}), "forgotten, and not asked until proven"
-    staged.set_proven({server.url: second}, drained=False)  # another server was proven
-    assert staged.proven == ()
-    staged.set_proven({server.url: ServedWeights(5, stamps=True)}, drained=False)
-    assert staged.proven == (server.url,)
-
-
-def test_a_catch_up_brings_back_a_server_with_the_weights_that_it_had_unless_it_is_suspected_since(
-    staged: RolloutClient, server: FakeRolloutServer
-) -> None:
-    again = replace(STAMPED, heard_step=5)
-    staged.mark_suspect(server.url, "it was slow")
-    staged.clear_suspicion([server.url])  # a catch-up begins
-    staged.mark_suspect(server.url, "it permutes")
-    staged.set_proven({server.url: again}, drained=False)
-    assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
-    staged.clear_suspicion([server.url])
-    staged.set_proven({server.url: again}, drained=False)  # another server was proven
-    assert staged.proven == ()
-    staged.set_proven({server.url: replace(STAMPED, heard_step=9)}, drained=False)
-    assert staged.proven == (server.url,)
+    updating.mark_suspect(server.url, "it permutes")
+    prove(updating, version=4)  # agreed on before
+    assert (updating.proven, updating.suspects) == ((), {server.url: "it permutes"})
+    assert [updating.take_suspicions() for _ in range(2)] == [{server.url}, frozenset()]
+    withdraw(updating, server.url)
+    assert (updating.proven, updating.busy()) == ((), frozenset())
+    prove(updating, version=5)
+    assert (updating.proven, updating.suspects) == ((server.url,), {})
 
 
 # --- deadlines -----------------------------------------------------------------------------------
@@ -499,7 +475,7 @@ def test_a_single_request_that_never_answers_returns_after_one_post(
     with make_client(server, request_timeout_s=0.6) as client:
         outcome = ask(client, 1)
         await_settled(client)
-        assert (client.num_unsettled, client.suspects) == (0, {})
+        assert client.suspects == {}
     assert positions(outcome.returned) == positions(outcome.timed_out) == [0]
     assert server.batch_sizes == [1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
@@ -509,8 +485,8 @@ def test_a_single_request_that_never_answers_returns_after_one_post(
 class WatchedFence(InferFence):
     """Says when somebody has asked for a ticket in vain."""
 
-    def __init__(self) -> None:
-        super().__init__(version=3, start_closed=True)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.someone_waits = threading.Event()
 
     def enter(self) -> InferTicket | None:
@@ -519,16 +495,35 @@ class WatchedFence(InferFence):
         return ticket
 
 
+class WatchedClient(RolloutClient):
+    make_fence = WatchedFence
+
+
+@pytest.fixture
+def closed(server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutClient]:
+    """A client whose only server is about to get other weights, and is asked nothing new."""
+    monkeypatch.setattr(rollout_batch, "RolloutClient", WatchedClient)
+    with make_client(server, request_timeout_s=0.2) as client:
+        client.update(server.url, 3, closed=True)
+        yield client
+
+
+def wait_at_the_fence(client: RolloutClient, thread: ThreadPoolExecutor) -> Future[BatchOutcome]:
+    """Two samples are asked for, and wait."""
+    outcome = thread.submit(ask, client, 2)
+    (server,) = client._servers.values()
+    assert isinstance(server.fence, WatchedFence)
+    assert server.fence.someone_waits.wait(PATIENCE_S)
+    return outcome
+
+
 def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(
-    server: FakeRolloutServer, background: ThreadPoolExecutor
+    closed: RolloutClient, background: ThreadPoolExecutor
 ) -> None:
-    fence = WatchedFence()
-    with make_client(server, fence=fence, request_timeout_s=0.2) as client:
-        outcome = background.submit(ask, client, 2)
-        assert fence.someone_waits.wait(PATIENCE_S)
-        threading.Event().wait(0.5)  # longer than the whole budget of 0.4 s
-        fence.reopen(4)
-        answered = outcome.result(timeout=PATIENCE_S)
+    outcome = wait_at_the_fence(closed, background)
+    threading.Event().wait(0.5)  # longer than the whole budget of 0.4 s
+    prove(closed, version=4)
+    answered = outcome.result(timeout=PATIENCE_S)
     assert (texts(answered), answered.failures) == (["echo 0", "echo 1"], ())
     assert answered.rollouts[0].version == 4
 
@@ -537,18 +532,19 @@ def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(
 
 
 def test_the_server_stays_busy_until_the_ordered_call_answers(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, forever: threading.Event
 ) -> None:
     answer_reset, good_reset = threading.Event(), server.on_reset
     server.on_infer = lambda call: echo(call, after=forever)
     server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
-    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+    with make_client(server, request_timeout_s=1.0) as client:
         ask(client, 1)
         server.wait_until(lambda: len(server.reset_calls) == 1)
-        assert (fence.in_flight, client.num_unsettled) == (0, 1)
+        client.update(server.url, 3, closed=True)
+        assert (client.in_flight, client.busy()) == (0, {server.url})
         answer_reset.set()
         await_settled(client)
-        assert (client.num_unsettled, client.proven) == (0, (server.url,))
+        assert (client.busy(), client.proven) == (frozenset(), (server.url,))
 
 
 def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
@@ -558,7 +554,7 @@ def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
     with make_client(server, request_timeout_s=0.2) as client:
         ask(client, 1)
         await_settled(client)
-        assert (client.num_unsettled, client.proven) == (0, ())
+        assert client.proven == ()
         assert "could not be settled" in client.suspects[server.url]
     assert len(server.reset_calls) == 1
 
@@ -590,75 +586,75 @@ def start_and_wait_for_a_post(
     return outcome
 
 
-def test_a_round_that_leaves_the_server_out_is_noticed_by_who_waited(
-    server: FakeRolloutServer, background: ThreadPoolExecutor
+def test_a_server_that_is_withdrawn_is_noticed_by_who_waited(
+    closed: RolloutClient, server: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
-    fence = WatchedFence()
-    with make_client(server, fence=fence) as client:
-        outcome = background.submit(ask, client, 2)
-        assert fence.someone_waits.wait(PATIENCE_S)
-        client.set_proven({})
-        fence.reopen(4)
-        assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
+    outcome = wait_at_the_fence(closed, background)
+    withdraw(closed, server.url)
+    assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
     assert server.calls == []
 
 
-@pytest.mark.parametrize("by_a_round", [True, False])
+def test_one_server_is_drained_while_the_other_is_asked_on(
+    server: FakeRolloutServer, background: ThreadPoolExecutor
+) -> None:
+    go_on = threading.Event()
+    server.on_infer = lambda call: echo(call, after=go_on)
+    with FakeRolloutServer() as other, make_client(server, other, max_inflight_per_server=2) as client:
+        withdraw(client, other.url)
+        outcome = start_and_wait_for_a_post(client, server, background)
+        client.update(server.url, 3, closed=True)
+        assert (client.busy(), client.is_open) == ({server.url}, False)
+        prove(client, other.url, version=4)
+        go_on.set()
+        assert {each.version for each in outcome.result(timeout=PATIENCE_S).rollouts} == {3}
+        assert {(each.server, each.version) for each in ask(client, 4).rollouts} == {(other.url, 4)}
+        assert (client.busy(), client.is_open) == ({other.url}, True)
+        prove(client, server.url, version=4)
+        assert client.busy() == {server.url, other.url}
+    assert len(server.infer_calls) == 1
+
+
 def test_a_batch_does_not_wait_for_a_server_that_is_withdrawn(
-    server: FakeRolloutServer,
-    fence: InferFence,
-    forever: threading.Event,
-    background: ThreadPoolExecutor,
-    by_a_round: bool,
+    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
     with (
         FakeRolloutServer() as other,
-        make_client(
-            server, other, fence=fence, request_timeout_s=3600.0, max_inflight_per_server=1
-        ) as client,
+        make_client(server, other, request_timeout_s=3600.0, max_inflight_per_server=1) as client,
     ):
         future = start_and_wait_for_a_post(client, server, background)
         other.wait_until(lambda: len(other.infer_calls) == 1)
-        if by_a_round:
-            client.set_proven({other.url: UNSTAMPED}, drained=False)
-        else:
-            client.stop_requests([server.url])
+        withdraw(client, server.url)
         outcome = future.result(timeout=PATIENCE_S)
         assert (len(outcome.rollouts), len(outcome.returned)) == (1, 1)
         assert [(failure.server, failure.end) for failure in outcome.failures] == [(server.url, PostEnd.LOST)]
-        assert (fence.in_flight, client.num_unsettled) == (0, 0)
-        client.clear_suspicion([server.url])
-        later = ServedWeights(4, stamps=False)
-        client.set_proven({server.url: later, other.url: later}, drained=False)
+        assert (client.in_flight, unsettled(client)) == (0, set())
+        prove(client, version=4)
         assert set(client.proven) == {server.url, other.url}
 
 
-def test_a_stop_ends_the_wait_for_a_ticket(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
-    fence = WatchedFence()
-    with make_client(server, fence=fence) as client:
-        outcome = background.submit(ask, client, 2)
-        assert fence.someone_waits.wait(PATIENCE_S)
-        client.request_stop()
-        assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
-        assert positions(ask(client, 1).returned) == [0]
+def test_a_stop_ends_the_wait_for_a_ticket(
+    closed: RolloutClient, server: FakeRolloutServer, background: ThreadPoolExecutor
+) -> None:
+    outcome = wait_at_the_fence(closed, background)
+    closed.request_stop()
+    assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
+    assert positions(ask(closed, 1).returned) == [0]
     assert server.calls == []
 
 
 def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, fence=fence, request_timeout_s=3600.0) as client:
+    with make_client(server, request_timeout_s=3600.0) as client:
         future = start_and_wait_for_a_post(client, server, background)
         client.request_stop()
         outcome = future.result(timeout=PATIENCE_S)
-        assert (client.suspects, client.num_unsettled) == ({}, 1)
-        client.set_proven({server.url: UNSTAMPED})  # only a round could settle it now
-        assert client.num_unsettled == 0
+        assert (client.suspects, unsettled(client), client.in_flight) == ({}, {server.url}, 0)
     assert positions(outcome.returned) == [0, 1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.STOPPED]
-    assert fence.in_flight == 0
 
 
 def test_close_leaves_no_thread_even_with_a_post_in_flight(
@@ -675,9 +671,6 @@ def test_close_leaves_no_thread_even_with_a_post_in_flight(
         thread.join(PATIENCE_S)
     assert threads
     assert not [thread for thread in threads if thread.is_alive()]
-
-
-# --- seeds ---------------------------------------------------------------------------------------
 
 
 # --- what is told ------------------------------------------------------------------------------------

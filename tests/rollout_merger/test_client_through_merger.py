@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import rollout_batch
-from fake_rollout_server import Answer, FakeRolloutServer, await_settled, echo, request
+from fake_rollout_server import Answer, FakeRolloutServer, echo, request
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
-from rollout_batch import generate
+from rollout_batch import await_settled, generate
 
-from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
@@ -29,7 +29,7 @@ def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
         "max_inflight_per_server": 16,
     }
     client = rollout_batch.make_client(merger.url, **settings | changes)
-    client.set_proven({merger.url: ServedWeights(3, stamps=False)})
+    rollout_batch.prove(client)
     return client
 
 

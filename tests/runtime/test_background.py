@@ -1,19 +1,17 @@
-"""Work on threads that nobody waits for: its end, its failures, and that the suspect probe goes on."""
+"""Work on threads that nobody waits for: its end and its failures."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
 from swift_stage2.runtime.background import BackgroundCall, BackgroundFailures
-from swift_stage2.servers.probe import SuspectProbe
 
 LONGEST_WAIT_S = 60.0
 
@@ -104,20 +102,3 @@ def test_pythons_hook_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.excepthook == before
     assert len(seen) == 1, "whoever listened before still hears of it"
     assert len(failures.take()) == 1
-
-
-def test_the_probe_outlives_what_goes_wrong_in_one_look(failures: BackgroundFailures) -> None:
-    looks: list[Callable[[], Any]] = [fail, lambda: (1,)]
-    probe = SuspectProbe(
-        rank=0,
-        api_key=None,
-        interval_s=0.01,
-        find_lost=lambda: looks.pop(0)() if looks else (),
-        failures=failures,
-    )
-    probe.start()
-    wait_for(lambda: probe.lost() == {1})
-    probe.stop()
-    assert failures.take() == (
-        "the background thread 'suspect-probe' failed: RuntimeError: can't start new thread",
-    )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,17 +14,17 @@ from swift_stage2.scheduling.step_plan import Channel, SkipReason
 NUM_SERVERS = 2
 flags = st.booleans()
 steps = st.integers(0, 50_000).map(lambda milli: milli / 1000)
-servers = st.tuples(flags, flags)
+FLAGS = (
+    "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "update_news",
+    "publishing", "server_waits", "log_failed",
+)  # fmt: skip
+PER_SERVER = ("servers_suspect", "servers_closed", "servers_busy")
 facts_of_a_rank = st.builds(
     RankFacts,
-    not_reserved=flags,
-    pipeline_failed=flags,
-    stop_requested=flags,
-    truncation_guard=flags,
-    evaluation_wanted=flags,
+    **dict.fromkeys(FLAGS, flags),
+    **dict.fromkeys(PER_SERVER, st.tuples(flags, flags)),
+    servers_proven=st.tuples(st.integers(0, 2**31), st.integers(0, 2**31)),
     pace=st.builds(ProductionPace, steps, steps),
-    servers_suspect=servers,
-    servers_answer_again=servers,
 )
 
 
@@ -39,15 +40,14 @@ def gate(*ranks: RankFacts, num_servers: int = 0) -> GateOutcome:
 @given(ranks=st.lists(facts_of_a_rank, min_size=1, max_size=5))
 def test_the_maximum_says_what_any_rank_says(ranks: list[RankFacts]) -> None:
     outcome = gate(*ranks, num_servers=NUM_SERVERS)
-    for fact in (
-        "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted",
-    ):  # fmt: skip
+    for fact in FLAGS:
         assert getattr(outcome, fact) == any(getattr(rank, fact) for rank in ranks), fact
     for server in range(NUM_SERVERS):
-        assert outcome.servers_suspect[server] == any(rank.servers_suspect[server] for rank in ranks)
-        assert outcome.servers_answer_again[server] == any(
-            rank.servers_answer_again[server] for rank in ranks
-        )
+        for fact in PER_SERVER:
+            assert getattr(outcome, fact)[server] == any(getattr(rank, fact)[server] for rank in ranks), fact
+        proven = max(rank.servers_proven[server] for rank in ranks)
+        assert outcome.servers_proven[server] == proven
+        assert outcome.servers_asked[server] == (0 if outcome.servers_suspect[server] else proven)
     paces = [rank.pace for rank in ranks]
     assert outcome.pace.typical_steps == max(pace.typical_steps for pace in paces)
     assert outcome.pace.quick_steps == max(pace.quick_steps for pace in paces)
@@ -73,21 +73,28 @@ def test_guard_and_failure_stop_b_even_with_packs_at_hand(facts: RankFacts, reas
     assert (plan.channel, plan.skip_reason) == (Channel.A, reason)
 
 
-def test_suspect_servers_stop_b_only_when_packs_run_out() -> None:
-    suspect = RankFacts(servers_suspect=(True,), servers_answer_again=(False,))
-    assert gate(suspect, num_servers=1).plan(wants_b=True).channel is Channel.B
-    dry = gate(replace(suspect, not_reserved=True), num_servers=1)
-    assert dry.plan(wants_b=True).skip_reason is SkipReason.SERVERS_SUSPECT
+def of_servers(**facts: tuple[int, ...]) -> RankFacts:
+    """Facts of as many servers as one of ``facts`` names."""
+    num_servers = len(next(iter(facts.values())))
+    none: dict[str, Any] = dict.fromkeys(("servers_proven", *PER_SERVER), (0,) * num_servers)
+    return RankFacts(not_reserved=True, **none | facts)
 
 
-def test_one_proven_server_left_blames_the_queue() -> None:
-    facts = RankFacts(not_reserved=True, servers_suspect=(True, False), servers_answer_again=(False, False))
-    outcome = gate(facts, num_servers=2)
-    assert outcome.skip_reason is SkipReason.NOT_ENOUGH_PACKS
+def test_servers_that_nobody_may_ask_stop_b_only_when_packs_run_out() -> None:
+    suspect = of_servers(servers_proven=(3,), servers_suspect=(True,))
+    assert gate(replace(suspect, not_reserved=False), num_servers=1).plan(wants_b=True).channel is Channel.B
+    for dry in (suspect, of_servers(servers_proven=(0,))):
+        plan = gate(dry, num_servers=1).plan(wants_b=True)
+        assert plan.skip_reason is SkipReason.SERVERS_SUSPECT
+
+
+def test_one_server_that_is_asked_blames_the_queue() -> None:
+    outcome = gate(of_servers(servers_proven=(3, 3), servers_suspect=(True, False)), num_servers=2)
+    assert (outcome.servers_asked, outcome.skip_reason) == ((0, 3), SkipReason.NOT_ENOUGH_PACKS)
 
 
 def test_a_vector_for_other_servers_is_refused() -> None:
-    with pytest.raises(ValueError, match="12 entries for 1 servers, got 10"):
+    with pytest.raises(ValueError, match="15 entries for 1 servers, got 11"):
         decide(RankFacts().encode(), num_servers=1)
     with pytest.raises(ValueError, match="one entry per server"):
         RankFacts(servers_suspect=(True,))

@@ -16,7 +16,7 @@ from rollout_batch import generate
 from weight_updates import make_spec
 
 from swift_stage2.channel_b import detection as detection  # registers the task
-from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.chat_route import route_to
 from swift_stage2.channel_b.rollouts.infer_route import InferRoute
 from swift_stage2.channel_b.rollouts.requests import PostEnd
@@ -25,9 +25,9 @@ from swift_stage2.checks.servers import look_for
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.fence import InferFence
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.infer_wire import greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.vllm_serve import WeightVersion, chat_body
@@ -212,7 +212,7 @@ def test_what_goes_on_is_not_aborted_with_what_was_cut(
 def test_every_engine_answers_the_canary(server: FakeRolloutServer) -> None:
     question = (request("who"), greedy_config(3))
     with ServerSession(server.url) as session:
-        answers = vllm_serve.ask_canary(session, "tiny", question, "round", Deadline(_PATIENCE_S))
+        answers = vllm_serve.ask_canary(session, "tiny", question, Deadline(_PATIENCE_S))
     assert len(answers) == 2  # four workers, two an engine
     engines = [call.headers["X-data-parallel-rank"] for call in server.calls if call.path == vllm_serve.CHAT]
     assert engines == ["0", "1"]
@@ -274,11 +274,9 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
 def test_a_server_that_turns_out_to_be_one_is_asked_its_way(
     server: FakeRolloutServer, vllm: PlainVllm
 ) -> None:
-    fence = InferFence(version=_VERSION.version)
     absent, keys = "http://127.0.0.1:9", [SampleKey(epoch=0, position=n, index=n) for n in range(2)]
     with RolloutClient(
         [absent, server.url],
-        fence=fence,
         decoding=DecodingConfig(max_new_tokens=8),
         request_timeout_s=_PATIENCE_S,
         run_seed=1,
@@ -286,8 +284,8 @@ def test_a_server_that_turns_out_to_be_one_is_asked_its_way(
         world_size=1,
         run_id=_VERSION.run_id,
     ) as client:
-        client.learn_chat_model(server.url, "tiny")
-        client.set_proven({server.url: ServedWeights(_VERSION.version, stamps=True)})
+        client.learn_kind(server.url, ServerKind(chat_model="tiny"))
+        client.update(server.url, _VERSION.version, closed=False)
         asked = [Sample(key, row={}) for key in keys]
         rollouts = generate(client, asked, [request("a"), request("b")]).rollouts
     assert sorted(rollout.text for rollout in rollouts) == ["echo a", "echo b"]

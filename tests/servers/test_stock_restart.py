@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 from channel_b.test_rollout_client import ask, make_client, positions, texts
-from fake_rollout_server import LONGEST_WAIT_S, FakeRolloutServer
-from swift_stage2.servers.probe import SuspectProbe
+from fake_rollout_server import FakeRolloutServer
+from rollout_batch import prove, withdraw
 from test_stalled_server import KILLED_BY_S, kept, peer
 from torch.distributed import TCPStore
+from waiting import wait_for
 
-from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.collectives import NoteBoard
-from swift_stage2.fence import InferFence
 
 VERSION = 3
 
@@ -42,46 +40,29 @@ def test_a_loss_that_rank_zero_finds_between_two_posts_of_another_rank_is_known_
     boards: tuple[NoteBoard, NoteBoard],
 ) -> None:
     rank_0, rank_1 = boards
-    is_noted = threading.Event()
     with peer("stock") as (process, port), FakeRolloutServer() as old:
         transport, _ = kept(port)
-
-        def note(server: int) -> None:
+        with make_client(old, is_lost=lost_by(rank_1)) as client:
+            assert texts(ask(client, 1)) == ["echo 0"]
+            assert not transport.is_lost()
+            process.kill()
+            process.wait(KILLED_BY_S)
+            old.__exit__(None, None, None)
+            wait_for(transport.is_lost)
             rank_0.write(f"{old.url} {VERSION}", "lost")
-            is_noted.set()
-
-        probe = SuspectProbe(
-            rank=0,
-            api_key=None,
-            interval_s=0.01,
-            find_lost=lambda: (0,) if transport.is_lost() else (),
-            on_lost=note,
-        )
-        probe.start()
-        try:
-            with make_client(old, fence=InferFence(version=VERSION), is_lost=lost_by(rank_1)) as client:
-                assert texts(ask(client, 1)) == ["echo 0"]
-                assert not is_noted.is_set()
-                process.kill()
-                process.wait(KILLED_BY_S)
-                old.__exit__(None, None, None)
-                assert is_noted.wait(LONGEST_WAIT_S)
-                with restarted(old) as new:
-                    outcome = ask(client, 2, first=1)
-                    assert (texts(outcome), positions(outcome.returned)) == ([], [1, 2])
-                    assert outcome.quarantined == ()
-                    assert "was lost; who answers is another" in client.suspects[new.url]
-        finally:
-            probe.stop()
+            with restarted(old) as new:
+                outcome = ask(client, 2, first=1)
+                assert (texts(outcome), positions(outcome.returned)) == ([], [1, 2])
+                assert outcome.quarantined == ()
+                assert "was lost; who answers is another" in client.suspects[new.url]
 
 
 def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[NoteBoard, NoteBoard]) -> None:
     rank_0, rank_1 = boards
-    fence = InferFence(version=VERSION)
-    with FakeRolloutServer() as server, make_client(server, fence=fence, is_lost=lost_by(rank_1)) as client:
+    with FakeRolloutServer() as server, make_client(server, is_lost=lost_by(rank_1)) as client:
         rank_0.write(f"{server.url} {VERSION}", "lost")
         assert texts(ask(client, 1)) == []
-        fence.close()
-        client.set_proven({server.url: ServedWeights(VERSION + 1, stamps=False)})
-        fence.reopen(VERSION + 1)
+        assert client.take_suspicions() == {server.url}
+        withdraw(client, server.url)
+        prove(client, version=VERSION + 1)
         assert texts(ask(client, 1)) == ["echo 0"]

@@ -246,7 +246,7 @@ _NO_ROUTE = "http://a:1: the weight group did not form"
 
 def outcome(error: str | None) -> RoundOutcome:
     report = ServerReport(proven=error is None, error=error, proof="", num_bytes=0, seconds={})
-    return RoundOutcome("r", 1, {0: report})
+    return RoundOutcome(1, {0: report})
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,8 @@ class ServerClient:
         self._limit = PlaceLimit()
         self._num_successes = 0
         self._failed_since: set[Hashable] = set()  # rows whose request failed alone since the last success
-        self._failed: dict[
-            Hashable, int
-        ] = {}  # by row, that failed alone: the number of successes until then
+        self._failed: dict[Hashable, int] = {}
+        """By row, that failed alone: the number of successes until then."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[asyncio.Task[PostResult], InFlightRequest | None] = {}  # None: a call that settles
         self._settling = asyncio.Lock()
@@ -248,9 +247,8 @@ class ServerClient:
                 self._opened.clear()
                 if (ticket := self.fence.enter()) is not None:
                     return ticket
-                await (
-                    self._opened.wait()
-                )  # deadline: the fence reopens, the server is withdrawn, or the client stops
+                # The fence reopens, the server is withdrawn, or the client stops.
+                await self._opened.wait()  # deadline: the client's life
         except FenceShutDown as end:  # only at the end of a run, which stops the client as well
             raise Unasked from end
         raise Unasked
