@@ -15,14 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from stand_in_canary import StandInCanary
-from two_rank_learner import RANK, GatheredExport, StandInPublisher
+from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSession
 from weight_updates import make_updates
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.runtime.watches import EXIT_HANG
+from swift_stage2.weights import push as server_push
 from swift_stage2.weights import snapshots
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
+from swift_stage2.weights.publisher import ThreadPublisher
+from swift_stage2.weights.transport import ServerEndpoint
 
 TIMEOUT_S = 4.0
 COLLECTIVES_S = 300.0  # far longer than the test waits
@@ -36,10 +40,11 @@ class FailsInAGather(GatheredExport):
 
 
 class FailsInTheCanary(StandInCanary):
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         if RANK == 1:
             raise RuntimeError("no memory")
         dist.all_reduce(torch.ones(1))
+        return super().answer()
 
 
 class BlocksInACall(WeightExport):
@@ -55,10 +60,11 @@ def main(scenario: str) -> int:
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=limit)
     module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
     exports = {"gather": FailsInAGather, "canary": GatheredExport, "main_thread": BlocksInACall}
+    server_push.ServerSession = StockSession  # type: ignore[misc]
     snapshots.ROUND_MARGIN_S = 1.0
     sync = make_updates(
         exports[scenario](module),
-        StandInPublisher(),
+        ThreadPublisher([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
         control=join_control_group(COLLECTIVES_S),
         canary=FailsInTheCanary() if scenario == "canary" else StandInCanary(),
         timeout_s=TIMEOUT_S,

@@ -47,11 +47,12 @@ class Learner:
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.02)
         if kill_after_s is None:
             return self.sync.run([0], version=next(self._versions))
-        kill = threading.Timer(kill_after_s, lambda: os.kill(self.publisher.pid, signal.SIGKILL))
+        pid = self.publisher.pid
+        kill = threading.Timer(kill_after_s, os.kill, (pid, signal.SIGKILL))
         kill.start()
         outcome = self.sync.run([0], version=next(self._versions))
         kill.join()  # also where the push was over first: the kill is not the next one's
-        wait_for(lambda: self.publisher._worker.has_ended)
+        wait_for(lambda: self.publisher.pid != pid or self.publisher._worker.has_ended)
         return outcome
 
 

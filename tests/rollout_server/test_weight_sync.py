@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +20,6 @@ from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 from swift_stage2.weights.waited_updates import WaitedUpdates
 
 
-class FirstTokens(CanaryAnswer):
-    """One may have ended before the other."""
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        length = min(len(self.token_ids), len(token_ids))
-        return length > 0 and tuple(token_ids[:length]) == self.token_ids[:length]
-
-
 class GenerateCanary:
     """The learner's answer from Hugging Face's own ``generate``, independent of ms-swift's engine."""
 
@@ -35,7 +27,7 @@ class GenerateCanary:
         from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
         self.request = image_request(shade=120)
-        self.config = infer_wire.request_config(
+        self._config = infer_wire.request_config(
             max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
         )
         self._module = module
@@ -49,13 +41,16 @@ class GenerateCanary:
             "image_grid_thw": encoded["image_grid_thw"],
             "mm_token_type_ids": encoded["mm_token_type_ids"][None],
         }
+        self._closing = (template.tokenizer.eos_token_id,)
+        self.latest = CanaryAnswer(self.request, self._config)
 
     def answer(self) -> CanaryAnswer:
         with torch.no_grad():
             output = self._module.generate(**self._inputs, max_new_tokens=12, do_sample=False)
-        token_ids = output[0, self._inputs["input_ids"].shape[1] :].tolist()
-        self.answered = FirstTokens(self.request, self.config, tuple(token_ids))
-        return self.answered
+        tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
+        shown = CanaryAnswer.without_closing(tokens, self._closing)
+        self.latest = CanaryAnswer(self.request, self._config, shown, self._closing)
+        return self.latest
 
 
 class Learner:
@@ -74,11 +69,7 @@ class Learner:
         endpoints = [ServerEndpoint(self._server.base_url, free_port())]
         self.publisher = ThreadPublisher(endpoints, lambda info: self._make_transport())
         return make_updates(
-            self.module,
-            self.publisher,
-            canary=self.canary,
-            run_id="run-1",
-            **{"timeout_s": 30.0, "canary_every_rounds": 1, **options},
+            self.module, self.publisher, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
         )
 
     def push(self) -> Any:
@@ -101,7 +92,7 @@ def test_after_each_push_the_servers_greedy_answer_is_the_learners(
         assert outcome.proven == (0,), outcome.reports[0].error
         assert outcome.reports[0].proof == "checksums+canary"
         (completion,) = server.infer([learner.canary.request], max_tokens=12)
-        assert learner.canary.answered.agrees(completion.token_ids)
+        assert learner.canary.latest.agrees(completion.token_ids)
         assert completion.weight_version == outcome.version
         answers.append(completion.token_ids)
         train_a_little(learner.module)

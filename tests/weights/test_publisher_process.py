@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
-from stand_in_canary import REQUEST
+from stand_in_canary import REQUEST, StandInCanary
 from stopped_process import stop_process
 from waiting import wait_for
 from weight_updates import make_updates, mark_suspect, publisher_setup
@@ -37,20 +36,20 @@ from swift_stage2.weights.transport import ServerEndpoint
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 KEY = "s3cret-of-the-servers"
-SERVED_TOKENS = (1, 2)
 KILLED = "the process that publishes weights was killed by SIGKILL; another one takes its place"
 LATE = "the server did not take and prove the weights within {:g} s"
 
 
-class ChosenCanary:
-    """Its answer is what the servers say, unless a test has it say something else."""
+class AnsweringCanary(StandInCanary):
+    """Answers as the servers do, unless it was told not to."""
 
-    def __init__(self) -> None:
-        self.request: dict[str, Any] = dict(REQUEST)
-        self.token_ids = SERVED_TOKENS
+    is_wrong = False
 
     def answer(self) -> CanaryAnswer:
-        return CanaryAnswer(self.request, {}, self.token_ids)
+        return CanaryAnswer(REQUEST | self.more, {}, (9,) if self.is_wrong else (1, 2))
+
+    def __init__(self) -> None:
+        self.more: dict[str, list[str]] = {}
 
 
 class Learner:
@@ -71,7 +70,7 @@ class Learner:
         self.publisher = ProcessPublisher(
             setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
         )
-        self.canary = ChosenCanary()
+        self.canary = AnsweringCanary()
         self.sync = make_updates(export, self.publisher, 2, canary=self.canary, timeout_s=LONGEST_WAIT_S)
 
     @property
@@ -116,7 +115,7 @@ def learner(of_the_module: Learner) -> Learner:
     for server in of_the_module.servers:
         server.hooks.clear()
         server.calls.clear()
-    of_the_module.canary.token_ids = SERVED_TOKENS
+    of_the_module.canary.is_wrong, of_the_module.canary.more = False, {}
     of_the_module.set_timeout(LONGEST_WAIT_S)
     assert of_the_module.push().proven == (0, 1)
     return of_the_module
@@ -176,11 +175,11 @@ def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
         learner.sync.snapshots._file.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
-def test_the_learners_answer_to_the_canary_travels_with_the_push(learner: Learner) -> None:
-    mark_suspect(learner.sync, 0, 1)  # as after a fault: then it is due
+def test_the_canarys_answer_travels_with_the_push(learner: Learner) -> None:
+    mark_suspect(learner.sync, 0, 1)  # after a fault it is due
     assert learner.push().reports[0].proof == "checksums+canary"
     mark_suspect(learner.sync, 0, 1)
-    learner.canary.token_ids = (7, 7)
+    learner.canary.is_wrong = True
     outcome = learner.push()
     assert outcome.failed == (0, 1)
     assert "answers the canary with other tokens than the learner" in str(outcome.reports[1].error)
@@ -270,16 +269,14 @@ def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_b
     learner.require_another_process_and_a_proof(pid)
 
 
-def ask_with_a_picture(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+def ask_with_a_picture(learner: Learner) -> None:
     """A command is then larger than what a socket takes unread, as that of many tensors is."""
-    monkeypatch.setitem(learner.canary.request, "images", ["A" * (4 << 20)])
+    learner.canary.more = {"images": ["A" * (4 << 20)]}
     mark_suspect(learner.sync, 0, 1)  # so that the canary is due
 
 
-def test_a_command_that_a_process_never_reads_holds_up_nobody(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask_with_a_picture(learner, monkeypatch)
+def test_a_command_that_a_process_never_reads_holds_up_nobody(learner: Learner) -> None:
+    ask_with_a_picture(learner)
     pid = learner.publisher.pid
     stop_process(pid)
     learner.set_timeout(1.5)

@@ -107,7 +107,7 @@ class Rank:
             return
         assert not self.publisher.running, "the snapshot is changed while it is pushed"
         identity = WeightIdentity("run", self.schedule.begin(step), step)
-        canary: Any = StandInCanary() if self.updates.canary_due else None
+        canary: Any = StandInCanary().answer() if self.updates.canary_due else None
         file: Any = SimpleNamespace(tensors={})
         self.updates.begin(TakenSnapshot(identity, file, canary), step)
 
