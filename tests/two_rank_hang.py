@@ -24,6 +24,7 @@ from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import snapshots
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import ServerEndpoint
 
@@ -39,10 +40,11 @@ class FailsInAGather(GatheredExport):
 
 
 class FailsInTheCanary(StandInCanary):
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         if RANK == 1:
             raise RuntimeError("no memory")
         dist.all_reduce(torch.ones(1))
+        return super().answer()
 
 
 class BlocksInACall(WeightExport):

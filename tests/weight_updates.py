@@ -28,7 +28,7 @@ def make_updates(
     sync = {name: options.pop(name) for name in _OF_SYNC & options.keys()}
     settings: dict[str, Any] = {"canary": StandInCanary(), "run_id": "run", "bucket_mib": 1}
     export = weights if isinstance(weights, WeightExport) else WeightExport(weights)
-    config = SyncConfig(**{"timeout_s": 60.0} | sync)
+    config = SyncConfig(**{"timeout_s": 60.0, "canary_every_rounds": 1} | sync)
     return WaitedUpdates(num_servers, export=export, publisher=publisher, sync=config, **settings | options)
 
 

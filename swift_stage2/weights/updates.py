@@ -222,7 +222,7 @@ class Updates:
         first = not newest.was_told
         outcome = RoundOutcome(
             version=newest.number,
-            reports=newest.reports,
+            reports=dict(sorted(newest.reports.items())),
             staged=newest.were_asked,
             is_catch_up=not first,
             seconds=now - newest.began_s,

@@ -77,6 +77,7 @@ class WaitedUpdates:
     def look(self) -> RoundOutcome | None:
         """How it has ended, once it has. Raises as ``run`` does."""
         facts = self.updates.facts(self.version)
+        self.updates.take_in(facts.proven, suspect=(), drained=range(len(self.lives)))
         if facts.has_news:
             news = self.updates.take_news()
             news.require_no_fault()
@@ -84,7 +85,6 @@ class WaitedUpdates:
         if not facts.publishing and not any(facts.closed):
             lost = ServerReport.failed("the server was lost before anything was pushed to it")
             return RoundOutcome(self.version, dict.fromkeys(self._targets, lost))
-        self.updates.take_in(facts.proven, suspect=(), drained=range(len(self.lives)))
         return None
 
     def close(self) -> None:

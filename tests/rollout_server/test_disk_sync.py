@@ -1,10 +1,11 @@
-"""Sync rounds over a directory: the real process that writes, the real server that reads, and all that goes wrong."""
+"""Pushes over a directory: the real process that writes, the real server that reads, and all that goes wrong."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from small_disk import SmallDisk
 from test_publisher_kills import KILLED
 from test_weight_source import cut, flip
 from waiting import wait_for
-from weight_updates import make_updates_by_checksums, publisher_setup
+from weight_updates import make_updates_by_checksums, mark_suspect, publisher_setup
 
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
@@ -52,7 +53,7 @@ def reader(disk_server: RunningServer) -> Iterator[RunningServer]:
 
 
 class Learner:
-    """Rank 0, whose weights move before every round."""
+    """Rank 0, whose weights move before every version."""
 
     def __init__(self, servers: list[RunningServer], directory: Path) -> None:
         self.module = load_learner(seed=1)
@@ -67,25 +68,33 @@ class Learner:
         self.sync = make_updates_by_checksums(self.module, self.publisher, run_id=RUN)
         self._servers = servers
         self._versions = servers[0].versions
-        self.version = 0
 
-    def begin(self, *, staged: bool) -> str:
-        self.version = next(self._versions)
+    @property
+    def version(self) -> int:
+        return self.sync.version
+
+    def begin(self) -> str:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(0.01)
-        targets = list(range(len(self._servers)))
-        self.sync.begin(self.version, targets, staged=staged, step=10 * self.version)
+        self.sync.begin(range(len(self._servers)), version=next(self._versions))
         return name_of(self.version)
 
     def end(self) -> RoundOutcome:
-        while True:
-            outcome = self.sync.hear()
-            if outcome.ended:
-                return outcome
+        while (outcome := self.sync.look()) is None:
+            time.sleep(0.005)
+        return outcome
 
-    def round(self, *, staged: bool = True) -> RoundOutcome:
-        self.begin(staged=staged)
+    def push(self) -> RoundOutcome:
+        self.begin()
+        return self.end()
+
+    def retry(self) -> RoundOutcome:
+        """The version that is kept, to a server that was suspected and answers again."""
+        mark_suspect(self.sync, 0)
+        life = self.sync.lives[0]
+        life.answered()
+        life.retry_step = 0
         return self.end()
 
 
@@ -99,7 +108,7 @@ def of_the_module(disk_server: RunningServer, shared: Path) -> Iterator[Learner]
 @pytest.fixture
 def learner(of_the_module: Learner, reader: RunningServer, shared: Path) -> Learner:
     """With one proven version of the run in the directory, and nothing else."""
-    outcome = of_the_module.round()
+    outcome = of_the_module.push()
     assert outcome.proven == (0,), outcome.reports[0].error
     name = name_of(outcome.version)
     wait_for(file_of(shared, name).is_file)
@@ -133,12 +142,12 @@ def names(shared: Path) -> set[str]:
     return {path.name.removesuffix(".safetensors") for path in shared.iterdir()}
 
 
-def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
+def test_pushes_over_a_directory_are_proven_and_the_last_versions_stay(
     reader: RunningServer, learner: Learner, shared: Path
 ) -> None:
     proven = []
-    for staged in (False, True, True):
-        outcome = learner.round(staged=staged)
+    for _ in range(3):
+        outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
         report = outcome.reports[0]
         assert (report.proof, report.transport) == ("checksums", "disk")
@@ -146,25 +155,23 @@ def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
         proven.append(name_of(outcome.version))
         wait_for(lambda: newest(shared) == proven[-1])
     wait_for(lambda: names(shared) == set(proven[-2:]))
-    found = ReadSnapshot.open(str(file_of(shared, proven[-1]))).identity
-    assert (found.version, found.step) == (outcome.version, 10 * learner.version)
+    assert ReadSnapshot.open(str(file_of(shared, proven[-1]))).identity.version == outcome.version
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["same publisher", "next publisher"])
-def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
+def test_a_retry_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     reader: RunningServer, learner: Learner, shared: Path, is_restarted: bool
 ) -> None:
     version = learner.version
     file = file_of(shared, name_of(version))
     written = file.stat().st_ino
     if is_restarted:
-        learner.publisher.close()  # the next errand starts another one
+        learner.publisher.close()  # the next push starts another one
     LearnerRound(reader, load_learner(seed=9), run_id="somebody-else").run()
     for is_torn in (False, True):
         if is_torn:
             flip(file, -1)
-        learner.sync.catch_up([0], version=version)
-        report = learner.end().reports[0]
+        report = learner.retry().reports[0]
         assert report.proven is not is_torn, report.error
         assert file.stat().st_ino == written
         if not is_torn:
@@ -203,9 +210,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
-    reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
+def test_a_fault_of_the_directory_fails_its_push_and_the_old_weights_serve_on(
+    reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot, old = reader.service.slot, newest(shared)
     before, take = served(reader), slot.offer
@@ -216,12 +222,12 @@ def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
             return take(offer)
 
         monkeypatch.setattr(slot, "offer", spoil)
-        outcome = learner.round(staged=staged)
-        assert (outcome.failed, outcome.learner_fault) == ((0,), None), fault
+        outcome = learner.push()
+        assert outcome.failed == (0,), fault
         assert told in str(outcome.reports[0].error), fault
         assert (reader.state(), served(reader), newest(shared)) == ("serving", before, old), fault
     monkeypatch.undo()
-    after = learner.round(staged=staged)
+    after = learner.push()
     assert after.proven == (0,), after.reports[0].error
     assert served(reader)[:2] == (RUN, after.version)
     wait_for(lambda: newest(shared) == name_of(after.version))
@@ -229,17 +235,16 @@ def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
 
 
 @pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
-@pytest.mark.parametrize("staged", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_full_disk_fails_the_round_in_one_line_and_the_next_one_with_room_is_proven(
-    loaded_engine: TransformersRolloutEngine, small_disk: SmallDisk, staged: bool
+def test_a_full_disk_fails_the_push_in_one_line_and_the_next_one_with_room_is_proven(
+    loaded_engine: TransformersRolloutEngine, small_disk: SmallDisk
 ) -> None:
     with serve(loaded_engine, weights_root=small_disk.path) as server:
         LearnerRound(server, load_learner()).run()
         before, learner = served(server), Learner([server], small_disk.path)
         small_disk.fill(leaving_bytes=3 << 20)
         with closing(learner.sync):
-            outcome = learner.round(staged=staged)
-            assert (outcome.failed, outcome.learner_fault) == ((0,), None)
+            outcome = learner.push()
+            assert outcome.failed == (0,)
             error = str(outcome.reports[0].error)
             assert "\n" not in error
             assert f"rollout.sync.disk_directory must take 0.01 GB of weights, got {small_disk.path}" in error
@@ -248,7 +253,7 @@ def test_a_full_disk_fails_the_round_in_one_line_and_the_next_one_with_room_is_p
             assert list(small_disk.path.iterdir()) == [small_disk.filler]
             assert (server.state(), served(server)) == ("serving", before)
             small_disk.make_room()
-            after = learner.round(staged=staged)
+            after = learner.push()
             assert after.proven == (0,), after.reports[0].error
 
 
@@ -263,12 +268,12 @@ def test_a_process_that_is_killed_while_a_server_reads_leaves_no_version(
         return take(offer)
 
     monkeypatch.setattr(slot, "offer", kill)
-    killed = learner.round()
+    killed = learner.push()
     assert killed.reports[0].error == KILLED
     monkeypatch.undo()
     assert (shared / f".{name_of(killed.version)}.safetensors").is_file()
     assert (newest(shared), served(reader)) == (old, before)
-    after = learner.round()
+    after = learner.push()
     assert after.proven == (0,), after.reports[0].error
     wait_for(lambda: newest(shared) == name_of(after.version))
     wait_for(lambda: names(shared) == {old, name_of(after.version)})
@@ -278,15 +283,18 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     reader: RunningServer, learner: Learner, shared: Path
 ) -> None:
     before, old = served(reader), newest(shared)
-    name = learner.begin(staged=True)
+    name = learner.begin()
+    learner.sync.look()
+    learner.sync.look()
     written = shared / f".{name}.safetensors", file_of(shared, name)
     wait_for(lambda: any(path.is_file() for path in written))
-    os.kill(learner.publisher.pid, signal.SIGKILL)
+    pid = learner.publisher.pid
+    os.kill(pid, signal.SIGKILL)
     assert learner.end().reports[0].error in (None, KILLED)
     if served(reader) == before:
         assert newest(shared) == old
-    wait_for(lambda: learner.publisher._worker.has_ended)
-    after = learner.round()
+    wait_for(lambda: learner.publisher.pid != pid or learner.publisher._worker.has_ended)
+    after = learner.push()
     assert after.proven == (0,), after.reports[0].error
     wait_for(lambda: newest(shared) == name_of(after.version))
     assert not written[0].exists()
@@ -297,7 +305,7 @@ def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
 ) -> None:
     learner = Learner([server], tmp_path)
     with closing(learner.sync):
-        error = str(learner.round().reports[0].error)
+        error = str(learner.push().reports[0].error)
     assert f"start it with --weights-root {tmp_path}, or write rollout.sync.transport: auto" in error
     assert list(tmp_path.iterdir()) == []
     round_ = LearnerRound(server, learner.module)

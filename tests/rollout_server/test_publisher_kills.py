@@ -1,6 +1,6 @@
-"""The process that publishes weights is killed at drawn moments of staged rounds into the real server, which goes on.
+"""The process that publishes weights is killed at drawn moments of pushes to the real server, which goes on.
 
-Whatever the moment: the next round is proven, and nobody is ever answered by weights that no proof vouches for.
+Whatever the moment: the next version is proven, and nobody is ever answered by weights that no proof vouches for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KILLED = "the process that publishes weights was killed by SIGKILL; another one 
 
 
 class Learner:
-    """Rank 0, whose weights move visibly before every round."""
+    """Rank 0, whose weights move visibly before every version."""
 
     def __init__(self, server: RunningServer) -> None:
         self._module = load_learner(seed=1)
@@ -40,25 +40,19 @@ class Learner:
         self.sync = make_updates_by_checksums(self._module, self.publisher, run_id=RUN)
         self._versions = server.versions
 
-    def round(self, kill_after_s: float | None = None) -> RoundOutcome:
-        """One staged round; after so many seconds its process is killed."""
+    def push(self, kill_after_s: float | None = None) -> RoundOutcome:
+        """One version; after so many seconds its process is killed."""
         with torch.no_grad():
             for parameter in self._module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.02)
-        version = next(self._versions)
-        self.sync.begin(version, [0], staged=True)
-        if kill_after_s is not None:
-            threading.Event().wait(kill_after_s)  # the drawn moment itself
-            os.kill(self.publisher.pid, signal.SIGKILL)
-        news: list[int] = []
-        while True:
-            outcome = self.sync.hear()
-            news += outcome.news
-            if outcome.ended:
-                break
-        assert (outcome.version, news) == (version, [0])
-        if kill_after_s is not None:  # also where the round was over first: the kill is not the next one's
-            wait_for(lambda: self.publisher._worker.has_ended)
+        if kill_after_s is None:
+            return self.sync.run([0], version=next(self._versions))
+        pid = self.publisher.pid
+        kill = threading.Timer(kill_after_s, os.kill, (pid, signal.SIGKILL))
+        kill.start()
+        outcome = self.sync.run([0], version=next(self._versions))
+        kill.join()  # also where the push was over first: the kill is not the next one's
+        wait_for(lambda: self.publisher.pid != pid or self.publisher._worker.has_ended)
         return outcome
 
 
@@ -100,7 +94,7 @@ class Asker:
         pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
-def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_weights(
+def test_after_every_kill_the_next_version_is_proven_and_no_answer_is_of_unproven_weights(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, num_kills: int
 ) -> None:
     first = LearnerRound(server, load_learner(), run_id=RUN)
@@ -117,7 +111,7 @@ def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_
     with closing(learner.sync), Asker(server) as asker:
 
         def run(kill_after_s: float | None = None) -> RoundOutcome:
-            outcome = learner.round(kill_after_s)
+            outcome = learner.push(kill_after_s)
             proven.update({outcome.version} if outcome.proven else ())
             return outcome
 
@@ -138,7 +132,7 @@ def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_
         answered_by[completion.weight_version].add(completion.token_ids)
     of_this_run = answered_by.keys() & vouched_for
     # A kill between the server's proof and the word of it leaves the server with weights that it has proven, whose
-    # completions no client takes: rank 0 calls that round failed.
+    # completions no client takes: rank 0 calls that push failed.
     assert answered_by.keys() <= vouched_for | {first.version}
     assert proven <= vouched_for
     assert {version: len(answers) for version, answers in answered_by.items() if len(answers) > 1} == {}

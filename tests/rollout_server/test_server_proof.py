@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from live_server import GREEDY, LearnerRound, RunningServer, load_learner, text_request
+from stand_in_canary import AgreeingAnswer
 from weight_updates import make_spec
 
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.proof import prove_server
+from swift_stage2.weights.proof import CanaryAnswer, prove_server
 from swift_stage2.weights.snapshot import WeightIdentity
-
-
-class AnyCanary:
-    request = text_request()
-    config = GREEDY
-
-    def __init__(self, *, agrees: bool) -> None:
-        self._agrees = agrees
-
-    def answer(self) -> None:
-        raise AssertionError("the learner's answer is not asked for")
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return self._agrees
 
 
 @pytest.fixture
@@ -40,12 +26,16 @@ def loaded(server: RunningServer) -> LearnerRound:
 
 
 def prove(
-    round_: LearnerRound, *, agrees: bool = True, info: dict[str, Any] | None = None, **terms: Any
+    round_: LearnerRound,
+    *,
+    kind: type[CanaryAnswer] = AgreeingAnswer,
+    info: dict[str, Any] | None = None,
+    **terms: Any,
 ) -> str:
     wanted: dict[str, Any] = {
         "identity": WeightIdentity(round_.run_id, round_.version),
         "manifest": round_.export.manifest(),
-        "canary": AnyCanary(agrees=agrees),
+        "canary": kind(text_request(), GREEDY),
         "proof": Proof.CANARY,
     }
     with ServerSession(round_.server.base_url) as session:
@@ -59,7 +49,7 @@ def test_a_canary_with_this_versions_stamp_proves(loaded: LearnerRound) -> None:
 
 def test_a_wrong_canary_proves_nothing(loaded: LearnerRound) -> None:
     with pytest.raises(ServerFault, match="other tokens than the learner"):
-        prove(loaded, agrees=False)
+        prove(loaded, kind=CanaryAnswer)
 
 
 def test_a_server_without_checksums_proves_nothing_in_a_push_without_canary(loaded: LearnerRound) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from live_server import SharedFile, free_port
 from rounds_on_disk import SPECS, offer, prove, snapshot, weights
-from swift_stage2.weights.disk_rounds import DiskRounds
 
 from swift_stage2.errors import InstallFailed, ProtocolError
 from swift_stage2.rollout_server.weight_source import (
@@ -28,6 +27,7 @@ from swift_stage2.rollout_server.weight_source import (
     require_size,
 )
 from swift_stage2.runtime.memory import MemoryFile
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile
 from swift_stage2.weights.stream import WeightListener, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name
@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Path:
     """With one round, ``run-1``."""
     root = tmp_path / "root"
     root.mkdir()
-    prove(DiskRounds(root, keep=2), 1)
+    prove(DiskVersions(root, keep=2), 1)
     return root
 
 

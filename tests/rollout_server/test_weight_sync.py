@@ -1,19 +1,20 @@
-"""The learner's sync round against the real server: what is proven, what is caught, whose fault is whose."""
+"""The learner's pushes to the real server: what is proven, what is caught, whose fault is whose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
-from weight_updates import make_updates
+from weight_updates import make_updates, mark_suspect
 
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher, transport_for
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 from swift_stage2.weights.waited_updates import WaitedUpdates
@@ -26,7 +27,7 @@ class GenerateCanary:
         from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
         self.request = image_request(shade=120)
-        self.config = infer_wire.request_config(
+        self._config = infer_wire.request_config(
             max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
         )
         self._module = module
@@ -40,16 +41,16 @@ class GenerateCanary:
             "image_grid_thw": encoded["image_grid_thw"],
             "mm_token_type_ids": encoded["mm_token_type_ids"][None],
         }
-        self.tokens: list[int] = []
+        self._closing = (template.tokenizer.eos_token_id,)
+        self.latest = CanaryAnswer(self.request, self._config)
 
-    def answer(self) -> None:
+    def answer(self) -> CanaryAnswer:
         with torch.no_grad():
             output = self._module.generate(**self._inputs, max_new_tokens=12, do_sample=False)
-        self.tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        length = min(len(self.tokens), len(token_ids))
-        return length > 0 and list(token_ids)[:length] == self.tokens[:length]
+        tokens = output[0, self._inputs["input_ids"].shape[1] :].tolist()
+        shown = CanaryAnswer.without_closing(tokens, self._closing)
+        self.latest = CanaryAnswer(self.request, self._config, shown, self._closing)
+        return self.latest
 
 
 class Learner:
@@ -62,17 +63,17 @@ class Learner:
         self.canary = GenerateCanary(self.module)
         self._server = server
         self._make_transport = transport
-        self.sync = self.make_updates(timeout_s=timeout_s)
+        self.sync = self.make_sync(timeout_s=timeout_s)
 
-    def make_updates(self, **options: Any) -> WaitedUpdates:
+    def make_sync(self, **options: Any) -> WaitedUpdates:
         endpoints = [ServerEndpoint(self._server.base_url, free_port())]
         self.publisher = ThreadPublisher(endpoints, lambda info: self._make_transport())
         return make_updates(
             self.module, self.publisher, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
         )
 
-    def round(self) -> Any:
-        return self.sync.run(next(self._server.versions), [0])
+    def push(self) -> Any:
+        return self.sync.run([0], version=next(self._server.versions))
 
 
 @pytest.fixture
@@ -82,29 +83,29 @@ def learner(server: RunningServer) -> Iterator[Learner]:
     built.sync.close()
 
 
-def test_after_each_round_the_servers_greedy_answer_is_the_learners(
+def test_after_each_push_the_servers_greedy_answer_is_the_learners(
     server: RunningServer, learner: Learner
 ) -> None:
     answers = []
     for _ in range(3):
-        outcome = learner.round()
+        outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
         assert outcome.reports[0].proof == "checksums+canary"
         (completion,) = server.infer([learner.canary.request], max_tokens=12)
-        assert learner.canary.agrees(completion.token_ids)
+        assert learner.canary.latest.agrees(completion.token_ids)
         assert completion.weight_version == outcome.version
         answers.append(completion.token_ids)
         train_a_little(learner.module)
-    assert len(set(answers)) > 1  # the rounds really moved something
+    assert len(set(answers)) > 1  # the pushes really moved something
 
 
-def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_every_few_rounds(
+def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_every_few_pushes(
     server: RunningServer, learner: Learner
 ) -> None:
-    sync = learner.make_updates(canary_every_rounds=3)
+    sync = learner.make_sync(canary_every_rounds=3)
 
     def proof(version: int) -> tuple[str, bool]:
-        outcome = sync.run(version, [0])
+        outcome = sync.run([0], version=version)
         return outcome.reports[0].proof if outcome.proven else "none", outcome.canary_seconds > 0
 
     try:
@@ -113,7 +114,7 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
         told.append(proof(next(server.versions)))
         server.engine.install_fault = InstallFault.NONE
         told += [proof(next(server.versions)) for _ in range(2)]
-        sync.distrust([0])
+        mark_suspect(sync, 0)
         told.append(proof(next(server.versions)))
     finally:
         sync.close()
@@ -126,12 +127,12 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
 def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_taken(
     server: RunningServer, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = learner.make_updates(proof=Proof.CHECKSUM)
+    sync = learner.make_sync(proof=Proof.CHECKSUM)
     learner.publisher.make_transport = lambda info: transport_for(
         info, device=torch.device("cpu"), api_key=None
     )
     monkeypatch.setattr(MemoryFile, "path", "/proc/999999999/fd/3")  # as it is read on another host
-    (report,) = sync.run(next(server.versions), [0]).reports.values()
+    (report,) = sync.run([0], version=next(server.versions)).reports.values()
     sync.close()
     assert report.proven, report.error
     assert report.transport == "tcp (the learner's memory cannot be read here: No such file or directory)"
@@ -141,11 +142,11 @@ def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
     server: RunningServer, learner: Learner
 ) -> None:
     learner.module.to(torch.bfloat16)
-    sync = learner.make_updates(proof=Proof.CHECKSUM)
+    sync = learner.make_sync(proof=Proof.CHECKSUM)
     learner.publisher.make_transport = lambda info: transport_for(
         info, device=torch.device("cpu"), api_key=None
     )
-    (report,) = sync.run(next(server.versions), [0]).reports.values()
+    (report,) = sync.run([0], version=next(server.versions)).reports.values()
     sync.close()
     assert (report.proven, report.proof, report.transport) == (True, "checksums", "shared_memory"), (
         report.error
@@ -155,18 +156,17 @@ def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
 def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
     server: RunningServer, learner: Learner
 ) -> None:
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
     with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
         next(learner.module.parameters()).view(-1)[0] += 1e-6
     server.engine.install_fault = InstallFault.SKIP_COPY
-    outcome = learner.round()
+    outcome = learner.push()
     assert outcome.failed == (0,)
     assert "resident checksum" in str(outcome.reports[0].error)
 
 
 def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
     learner.publisher.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
-    outcome = learner.round()
+    outcome = learner.push()
     assert outcome.failed == (0,)
-    assert outcome.learner_fault is None
     assert "ConnectError" in str(outcome.reports[0].error)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 from stock_engines import StandInEngine, stock_server
 from weight_updates import make_spec
@@ -13,21 +10,13 @@ from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
-from swift_stage2.weights.proof import prove_server
+from swift_stage2.weights.proof import CanaryAnswer, prove_server
 
 AMPLE_S = 60.0
 OLD_WEIGHTS = (9, 9)
 
 
-class Canary:
-    request: dict[str, Any] = {"messages": [{"role": "user", "content": "canary"}]}  # noqa: RUF012
-    config: dict[str, Any] = {"temperature": 0}  # noqa: RUF012
-
-    def answer(self) -> None:
-        """Known beforehand."""
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return tuple(token_ids) == (5, 6)
+CANARY = CanaryAnswer({"messages": [{"role": "user", "content": "canary"}]}, {"temperature": 0}, (5, 6))
 
 
 def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
@@ -35,7 +24,7 @@ def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
         stock_server(*engines, tensor_parallel_size=tensor_parallel_size) as server,
         ServerSession(server.url) as session,
     ):
-        return prove_server(session, make_spec(AMPLE_S, canary=Canary()), wire.ServerInfo(stock=True), {})
+        return prove_server(session, make_spec(AMPLE_S, canary=CANARY), wire.ServerInfo(stock=True), {})
 
 
 @pytest.mark.parametrize(("num_engines", "tensor_parallel_size"), [(1, 1), (1, 4), (2, 1), (3, 2)])

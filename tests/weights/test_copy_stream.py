@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from weight_updates import make_updates
 
 from swift_stage2.compat import declare_operators
+from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.weights import copy_stream
 from swift_stage2.weights.copy_stream import Copy, CudaCopyStream

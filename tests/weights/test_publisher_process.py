@@ -1,4 +1,4 @@
-"""The real process that publishes weights: rounds are proven through it, and no end of it reaches the learner."""
+"""The real process that publishes weights: what it pushes is proven, and no end of it reaches the learner."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -17,15 +19,16 @@ import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
-from stand_in_canary import StandInCanary
+from stand_in_canary import REQUEST, StandInCanary
 from stopped_process import stop_process
 from waiting import wait_for
-from weight_updates import make_updates, publisher_setup
+from weight_updates import make_updates, mark_suspect, publisher_setup
 
 from swift_stage2 import wire
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint
@@ -37,17 +40,16 @@ KILLED = "the process that publishes weights was killed by SIGKILL; another one 
 LATE = "the server did not take and prove the weights within {:g} s"
 
 
-class JudgingCanary(StandInCanary):
-    """Notes which answers it judged, and on which thread."""
+class AnsweringCanary(StandInCanary):
+    """Answers as the servers do, unless it was told not to."""
+
+    is_wrong = False
+
+    def answer(self) -> CanaryAnswer:
+        return CanaryAnswer(REQUEST | self.more, {}, (9,) if self.is_wrong else (1, 2))
 
     def __init__(self) -> None:
-        super().__init__()
-        self.agreed = True
-        self.judged: list[tuple[tuple[int, ...], int]] = []
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        self.judged.append((tuple(token_ids), os.getpid()))
-        return self.agreed
+        self.more: dict[str, list[str]] = {}
 
 
 class Learner:
@@ -68,33 +70,33 @@ class Learner:
         self.publisher = ProcessPublisher(
             setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
         )
-        self.canary = JudgingCanary()
-        self.sync = make_updates(export, self.publisher, canary=self.canary, timeout_s=LONGEST_WAIT_S)
-        self.version = 0
+        self.canary = AnsweringCanary()
+        self.sync = make_updates(export, self.publisher, 2, canary=self.canary, timeout_s=LONGEST_WAIT_S)
 
-    def begin(self, *, staged: bool = True, held: bool = False) -> None:
-        self.version += 1
+    @property
+    def version(self) -> int:
+        return self.sync.version
+
+    def set_timeout(self, seconds: float) -> None:
+        self.sync.updates._sync = replace(self.sync.updates._sync, timeout_s=seconds)
+
+    def begin(self) -> None:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(1.0)
-        self.sync.begin(self.version, [0, 1], staged=staged, held=held)
+        self.sync.begin([0, 1])
 
-    def hear_all(self) -> RoundOutcome:
-        """The round's end. Every server was news once."""
-        news: list[int] = []
-        while True:
-            outcome = self.sync.hear()
-            news += outcome.news
-            if outcome.ended:
-                assert sorted(news) == [0, 1]
-                return outcome
+    def end(self) -> RoundOutcome:
+        while (outcome := self.sync.look()) is None:
+            time.sleep(0.005)
+        return outcome
 
-    def round(self) -> RoundOutcome:
+    def push(self) -> RoundOutcome:
         self.begin()
-        return self.hear_all()
+        return self.end()
 
     def require_another_process_and_a_proof(self, pid: int) -> None:
-        assert self.round().proven == (0, 1)
+        assert self.push().proven == (0, 1)
         assert self.publisher.pid != pid
         assert not psutil.pid_exists(pid)
         assert [server.served for server in self.servers] == [self.version] * 2
@@ -113,9 +115,9 @@ def learner(of_the_module: Learner) -> Learner:
     for server in of_the_module.servers:
         server.hooks.clear()
         server.calls.clear()
-    of_the_module.canary.agreed = True
-    of_the_module.sync._timeout_s = LONGEST_WAIT_S
-    assert of_the_module.round().proven == (0, 1)
+    of_the_module.canary.is_wrong, of_the_module.canary.more = False, {}
+    of_the_module.set_timeout(LONGEST_WAIT_S)
+    assert of_the_module.push().proven == (0, 1)
     return of_the_module
 
 
@@ -136,10 +138,12 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memory(learner: Learner) -> None:
+def test_a_version_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memory(
+    learner: Learner,
+) -> None:
     assert learner.publisher.pid != os.getpid()
-    outcome = learner.round()
-    assert (outcome.proven, outcome.learner_fault) == ((0, 1), None)
+    outcome = learner.push()
+    assert outcome.proven == (0, 1)
     sums = {name: checksum_tensor(tensor) for name, tensor in learner.module.state_dict().items()}
     num_bytes = sum(parameter.nbytes for parameter in learner.module.parameters())
     for index, server in enumerate(learner.servers):
@@ -152,7 +156,7 @@ def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memo
 def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
     learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    export, asked = learner.sync._export, []
+    export, asked = learner.sync.snapshots.export, []
     read = export.read
 
     def read_few(names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
@@ -162,36 +166,34 @@ def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
         return read(names)
 
     monkeypatch.setattr(export, "read", read_few)
-    assert learner.round().proven == (0, 1)
+    assert learner.push().proven == (0, 1)
     assert asked == [2, 1, 1]
-    assert "2 tensors of a round are copied one at a time: no memory" in caplog.text
+    assert "2 weights are copied one at a time: no memory" in caplog.text
     sums = {name: checksum_tensor(tensor) for name, tensor in learner.module.state_dict().items()}
     assert [server.proofs[-1]["arrived"] for server in learner.servers] == [sums, sums]
     with pytest.raises(torch.OutOfMemoryError):  # of what all ranks gather, which one cannot gather once more
-        learner.sync._snapshot.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
+        learner.sync.snapshots._file.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
-def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
-    learner.sync.distrust([0, 1])  # as after a fault: then it is due
-    learner.canary.judged.clear()
-    assert learner.round().reports[0].proof == "checksums+canary"
-    assert learner.canary.judged == [((1, 2), os.getpid())] * 2
-    learner.sync.distrust([0, 1])
-    learner.canary.agreed = False
-    outcome = learner.round()
+def test_the_canarys_answer_travels_with_the_push(learner: Learner) -> None:
+    mark_suspect(learner.sync, 0, 1)  # after a fault it is due
+    assert learner.push().reports[0].proof == "checksums+canary"
+    mark_suspect(learner.sync, 0, 1)
+    learner.canary.is_wrong = True
+    outcome = learner.push()
     assert outcome.failed == (0, 1)
     assert "answers the canary with other tokens than the learner" in str(outcome.reports[1].error)
 
 
-def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(learner: Learner) -> None:
+def test_a_process_that_is_killed_before_it_reads_its_command_fails_every_target(learner: Learner) -> None:
     pid = learner.publisher.pid
     stop_process(pid)
     for server in learner.servers:
         server.calls.clear()
     learner.begin()
-    assert not learner.sync.has_news
+    learner.sync.look()
     kill(pid)
-    outcome = learner.hear_all()
+    outcome = learner.end()
     assert {report.error for report in outcome.reports.values()} == {KILLED}
     assert [server.calls for server in learner.servers] == [[], []]
     learner.require_another_process_and_a_proof(pid)
@@ -204,8 +206,7 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
     """The other server may be through, or not have begun."""
     pid = learner.publisher.pid
     learner.servers[1].hooks[path] = once(lambda: kill(pid), Answer(drop=True))
-    outcome = learner.round()
-    assert outcome.learner_fault is None
+    outcome = learner.push()
     assert 1 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {KILLED}
     assert learner.servers[1].served == learner.version - 1
@@ -216,31 +217,28 @@ def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(lea
     pid, let_go = learner.publisher.pid, threading.Event()
     learner.servers[1].hooks[wire.WEIGHTS] = lambda call: Answer(after=let_go)
     learner.begin()
-    wait_for(lambda: learner.sync.has_news)
-    first = learner.sync.hear()
-    assert (first.proven, first.news, first.ended) == ((0,), (0,), False)
+    wait_for(lambda: learner.sync.look() is None and learner.sync.lives[0].version == learner.version)
     kill(pid)
-    wait_for(lambda: learner.sync.has_news)
-    last = learner.sync.hear()
-    assert (last.proven, last.news, last.ended) == ((0,), (1,), True)
-    assert last.reports[1].error == KILLED
+    outcome = learner.end()
+    assert (outcome.proven, outcome.failed) == ((0,), (1,))
+    assert outcome.reports[1].error == KILLED
     let_go.set()
     learner.servers[1].hooks.clear()
     learner.require_another_process_and_a_proof(pid)
 
 
-def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_round_is_due(
+def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_push_is_due(
     learner: Learner,
 ) -> None:
     pid = learner.publisher.pid
     kill(pid)
-    wait_for(lambda: learner.publisher._worker.is_mourned)
-    assert not learner.sync.has_news
+    wait_for(lambda: learner.publisher._worker.exit_reported)
+    learner.sync.updates.facts(learner.version)
     successor = learner.publisher.pid
     assert (successor != pid, psutil.pid_exists(pid)) == (True, False)
     kill(successor)
-    wait_for(lambda: learner.publisher._worker.is_mourned)
-    assert not learner.sync.has_news
+    wait_for(lambda: learner.publisher._worker.exit_reported)
+    learner.sync.updates.facts(learner.version)
     assert learner.publisher.pid == successor, "one that cannot even load would be started at every step"
     learner.require_another_process_and_a_proof(successor)
 
@@ -259,34 +257,32 @@ def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_b
     learner: Learner, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = learner.publisher.pid
-    learner.sync._timeout_s = 1.5
+    learner.set_timeout(1.5)
     learner.servers[0].hooks[wire.INSTALL] = once(lambda: stop_process(pid), Answer(drop=True))
-    outcome = learner.round()
+    outcome = learner.push()
     assert 0 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {LATE.format(1.5)}
     assert not psutil.pid_exists(pid), "it could wake, and push"
     assert learner.servers[0].served == learner.version - 1
     assert "exited" not in caplog.text
-    learner.sync._timeout_s = LONGEST_WAIT_S
+    learner.set_timeout(LONGEST_WAIT_S)
     learner.require_another_process_and_a_proof(pid)
 
 
-def ask_with_a_picture(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An errand is then larger than what a socket takes unread, as that of many tensors is."""
-    monkeypatch.setitem(learner.canary.request, "images", ["A" * (4 << 20)])
-    learner.sync.distrust([0, 1])  # so that the canary is due
+def ask_with_a_picture(learner: Learner) -> None:
+    """A command is then larger than what a socket takes unread, as that of many tensors is."""
+    learner.canary.more = {"images": ["A" * (4 << 20)]}
+    mark_suspect(learner.sync, 0, 1)  # so that the canary is due
 
 
-def test_an_errand_that_a_process_never_reads_holds_up_nobody(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask_with_a_picture(learner, monkeypatch)
+def test_a_command_that_a_process_never_reads_holds_up_nobody(learner: Learner) -> None:
+    ask_with_a_picture(learner)
     pid = learner.publisher.pid
     stop_process(pid)
-    learner.sync._timeout_s = 1.5
-    outcome = learner.round()
+    learner.set_timeout(1.5)
+    outcome = learner.push()
     assert {report.error for report in outcome.reports.values()} == {LATE.format(1.5)}
-    learner.sync._timeout_s = LONGEST_WAIT_S
+    learner.set_timeout(LONGEST_WAIT_S)
     learner.require_another_process_and_a_proof(pid)
 
 
@@ -298,7 +294,7 @@ def test_no_log_and_no_command_line_has_the_key(
     learner.servers[0].hooks[wire.WEIGHTS] = lambda call: Answer(500, call.headers["Authorization"].encode())
     pid = learner.publisher.pid
     learner.servers[1].hooks[wire.INSTALL] = once(lambda: kill(pid), Answer(drop=True))
-    outcome = learner.round()
+    outcome = learner.push()
     assert outcome.failed == (0, 1)
     told = [*words, caplog.text, *capfd.readouterr(), *(str(each.error) for each in outcome.reports.values())]
     assert [text for text in told if KEY in text] == []
@@ -306,15 +302,15 @@ def test_no_log_and_no_command_line_has_the_key(
 
 
 @pytest.mark.slow
-def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Learner) -> None:
-    """Counted in the rank after every restart, in the process over the rounds of one."""
+def test_pushes_and_restarts_leave_no_descriptor_process_or_thread(learner: Learner) -> None:
+    """Counted in the rank after every restart, in the process over the pushes of one."""
     here, counts, there = psutil.Process(), [], []
     for number in range(20):
         if number % 4 == 0:
             pid = learner.publisher.pid
             kill(pid)
             wait_for(lambda: learner.publisher._worker.has_ended)
-        assert learner.round().proven == (0, 1)
+        assert learner.push().proven == (0, 1)
         if number % 4 == 0:
             wait_for(lambda: not any(each.name.startswith("push to") for each in threading.enumerate()))
             threads = [each for each in threading.enumerate() if each.name == "publisher"]

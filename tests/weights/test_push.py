@@ -1,4 +1,4 @@
-"""Rounds beside training: one snapshot for all servers; a slow, dead or hanging push; an export that fails."""
+"""Pushes beside training: one snapshot for all servers; a slow, dead or hanging push; an export that fails."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import nn
 from weight_updates import make_updates
 
 from swift_stage2 import wire
-from swift_stage2.errors import ServerFault
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.telemetry.timing import EnterSpan, untraced
-from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights import updates as updates_module
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.snapshot import SnapshotFile
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.transport import MappedTransport, ServerEndpoint, WeightTransport
 from swift_stage2.weights.waited_updates import WaitedUpdates
 
 LIMIT_S = 60.0
@@ -58,7 +58,7 @@ class Transport(WeightTransport):
     """Keeps what it is sent; ``on_send`` is called with the number of the bucket first."""
 
     def __init__(self, on_send: Callable[[int], object]) -> None:
-        self._on_send = on_send
+        self.on_send = on_send
         self.sent: list[torch.Tensor] = []
         self.addresses: list[int] = []
         self.closed = self.lost = False
@@ -71,7 +71,7 @@ class Transport(WeightTransport):
     ) -> None:
         for bucket in snapshot.buckets:
             require_wanted()
-            self._on_send(len(self.sent))
+            self.on_send(len(self.sent))
             self.sent.append(bucket.flat.clone())
             self.addresses.append(bucket.flat.data_ptr())
 
@@ -82,13 +82,26 @@ class Transport(WeightTransport):
         self.closed = True
 
 
-class Round:
+class Mapped(MappedTransport):
+    """The real one; ``on_send`` is called before the server has all."""
+
+    def __init__(self, on_send: Callable[[int], object]) -> None:
+        super().__init__(required=True)
+        self.on_send = on_send
+
+    def carry(self, *_: Any) -> None:
+        self.on_send(0)
+
+
+class Scene:
     """A learner with several stock servers, each with a transport that the test shapes."""
 
-    def __init__(self, servers: Sequence[FakeRolloutServer], *on_send: Callable[[int], object]) -> None:
+    def __init__(
+        self, servers: Sequence[FakeRolloutServer], *on_send: Callable[[int], object], kind: Any = Transport
+    ) -> None:
         self.module = weights()
         self.export = CountingExport(self.module)
-        self.transports = [Transport(each) for each in on_send]
+        self.transports = [kind(each) for each in on_send]
         self.servers = servers
         self.by_push = {
             f"push to {server.url}": transport
@@ -96,13 +109,18 @@ class Round:
         }
         self.make_transport = lambda info: self.by_push[threading.current_thread().name]
 
-    def sync(self, timeout_s: float = LIMIT_S, span: EnterSpan = untraced, **options: Any) -> WaitedUpdates:
+    def updates(
+        self, timeout_s: float = LIMIT_S, *, span: EnterSpan = untraced, stages: bool = False
+    ) -> WaitedUpdates:
         endpoints = [ServerEndpoint(server.url, 51216) for server in self.servers]
         publisher = ThreadPublisher(endpoints, self.make_transport, span=span)
-        return make_updates(self.export, publisher, timeout_s=timeout_s, **options)
+        updates = make_updates(self.export, publisher, len(endpoints), timeout_s=timeout_s)
+        for life in updates.lives:
+            life.stages = stages
+        return updates
 
-    def run(self, timeout_s: float = LIMIT_S) -> RoundOutcome:
-        return self.sync(timeout_s).run(1, list(range(len(self.servers))))
+    def run(self) -> RoundOutcome:
+        return self.updates().run(range(len(self.servers)))
 
     def train(self) -> None:
         with torch.no_grad():
@@ -113,6 +131,13 @@ class Round:
 def firsts(transport: Transport) -> list[float]:
     """The first element of every bucket that was sent."""
     return [flat.view(torch.float32)[0].item() for flat in transport.sent]
+
+
+def end(updates: WaitedUpdates) -> RoundOutcome:
+    """Of the version that was begun last."""
+    while (outcome := updates.look()) is None:
+        time.sleep(0.005)
+    return outcome
 
 
 @pytest.fixture
@@ -130,11 +155,11 @@ def at_once(number: int) -> None: ...
 def test_weights_are_read_once_for_all_servers_and_sent_from_one_memory(
     servers: list[FakeRolloutServer],
 ) -> None:
-    round_ = Round(servers, at_once, at_once)
-    outcome = round_.run()
+    scene = Scene(servers, at_once, at_once)
+    outcome = scene.run()
     assert outcome.proven == (0, 1)
-    assert round_.export.read_names == [str(n) for n in range(NUM_BUCKETS)]
-    first, second = round_.transports
+    assert scene.export.read_names == [str(n) for n in range(NUM_BUCKETS)]
+    first, second = scene.transports
     assert first.addresses == second.addresses
     assert firsts(first) == firsts(second) == [0.0, 1.0, 2.0, 3.0]
     assert outcome.snapshot_seconds > 0
@@ -147,19 +172,18 @@ def test_training_goes_on_while_a_push_waits_and_the_server_gets_the_weights_of_
     servers: list[FakeRolloutServer],
 ) -> None:
     let_go = threading.Event()
-    round_ = Round(servers[:1], lambda number: let_go.wait(LIMIT_S))
-    sync = round_.sync()
+    scene = Scene(servers[:1], lambda number: let_go.wait(LIMIT_S))
+    updates = scene.updates()
     for version in (1, 2):
         let_go.clear()
-        round_.transports[0].sent.clear()
-        sync.begin(version, [0])
-        round_.train()
-        assert not sync.has_news
+        scene.transports[0].sent.clear()
+        updates.begin([0])
+        scene.train()
+        assert updates.look() is None
         let_go.set()
-        outcome = sync.hear()
-        assert not sync.has_news
+        outcome = end(updates)
         assert (outcome.version, outcome.proven) == (version, (0,))
-        assert firsts(round_.transports[0]) == [100.0 * (version - 1) + n for n in range(NUM_BUCKETS)]
+        assert firsts(scene.transports[0]) == [100.0 * (version - 1) + n for n in range(NUM_BUCKETS)]
 
 
 def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[FakeRolloutServer]) -> None:
@@ -167,100 +191,80 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
         if number == 1:
             raise ServerFault("the server was lost while weights were sent")
 
-    round_ = Round(servers, at_once, die_at_the_second)
-    outcome = round_.run()
+    scene = Scene(servers, at_once, die_at_the_second)
+    outcome = scene.run()
     assert (outcome.proven, outcome.failed) == ((0,), (1,))
     assert "was lost while weights were sent" in (outcome.reports[1].error or "")
-    assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS, 1]
-    assert [transport.closed for transport in round_.transports] == [False, True]
+    assert [len(transport.sent) for transport in scene.transports] == [NUM_BUCKETS, 1]
+    assert [transport.closed for transport in scene.transports] == [False, True]
 
 
 @pytest.mark.parametrize("bad", range(NUM_BUCKETS))
 def test_weights_that_are_not_finite_end_every_push_and_are_named(
     servers: list[FakeRolloutServer], bad: int
 ) -> None:
-    round_ = Round(servers, at_once, at_once)
+    scene = Scene(servers, at_once, at_once)
     with torch.no_grad():
-        round_.module[bad][3, 3] = float("nan")
+        scene.module[bad][3, 3] = float("nan")
     with pytest.raises(WeightSyncError, match=f"weights must be finite .* tensor={bad}"):
-        round_.run()
-    for server, transport in zip(servers, round_.transports, strict=True):
+        scene.run()
+    for server, transport in zip(servers, scene.transports, strict=True):
         assert transport.sent == [], "no server gets a part of them"
         assert wire.PROCESS_WEIGHTS not in [call.path for call in server.calls]
 
 
-def test_an_export_that_fails_is_told_when_the_round_finishes_and_no_server_is_asked(
+def test_an_export_that_fails_is_told_and_no_server_is_asked(
     servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    round_ = Round(servers, at_once, at_once)
+    scene = Scene(servers, at_once, at_once)
 
     def fail(names: Sequence[str]) -> Any:
         raise RuntimeError("no memory to merge")
 
-    monkeypatch.setattr(round_.export, "read", fail)
-    sync = round_.sync()
-    sync.begin(1, [0, 1])
-    assert sync.has_news
+    monkeypatch.setattr(scene.export, "read", fail)
     with pytest.raises(WeightSyncError, match="copying the weights failed: RuntimeError: no memory to merge"):
-        sync.hear()
+        scene.run()
     assert [server.calls for server in servers] == [[], []]
-    assert not sync.has_news
 
 
-def test_a_push_that_hangs_costs_its_server_the_round_and_the_next_one_gets_there(
+def test_a_push_that_hangs_costs_its_server_the_version_and_the_next_one_gets_there(
     servers: list[FakeRolloutServer],
 ) -> None:
     let_go = threading.Event()
-    round_ = Round(servers, at_once, lambda number: let_go.wait(LIMIT_S))
-    sync = round_.sync(timeout_s=4.0)
+    scene = Scene(servers, at_once, lambda number: let_go.wait(LIMIT_S))
+    updates = scene.updates(timeout_s=4.0)
     try:
-        sync.begin(1, [0, 1])
-        assert not sync.has_news
-        outcome = sync.hear()
-        assert (outcome.proven, outcome.failed, outcome.ended) == ((0,), (1,), True)
+        outcome = updates.run([0, 1])
+        assert (outcome.proven, outcome.failed) == ((0,), (1,))
         assert outcome.reports[1].error == "the server did not take and prove the weights within 4 s"
-        assert len(round_.transports[0].sent) == NUM_BUCKETS
-        assert not round_.transports[1].closed
-        round_.transports[1] = round_.by_push[f"push to {servers[1].url}"] = Transport(at_once)
-        assert sync.run(2, [0, 1]).proven == (0, 1)
-        assert len(round_.transports[1].sent) == NUM_BUCKETS
+        assert len(scene.transports[0].sent) == NUM_BUCKETS
+        assert not scene.transports[1].closed
+        scene.transports[1] = scene.by_push[f"push to {servers[1].url}"] = Transport(at_once)
+        assert updates.run([0, 1]).proven == (0, 1)
+        assert len(scene.transports[1].sent) == NUM_BUCKETS
     finally:
         let_go.set()
 
 
-def test_a_run_that_ends_gives_a_round_that_runs_some_time_and_then_ends_its_pushes(
+def test_a_run_that_ends_gives_a_push_that_runs_some_time_and_then_ends_it(
     servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync, "_LAST_ROUND_S", 0.0)
-    monkeypatch.setattr(weight_sync, "_LEAST_WAIT_S", 0.1)
+    monkeypatch.setattr(updates_module, "_LAST_PUSH_S", 0.1)
     stuck, closed = threading.Event(), threading.Event()
-    round_ = Round(servers[:1], lambda number: (stuck.set(), closed.wait(LIMIT_S)))
-    monkeypatch.setattr(round_.transports[0], "close", lambda deadline: closed.set())
-    sync = round_.sync()
-    sync.begin(1, [0])
+    scene = Scene(servers[:1], lambda number: (stuck.set(), closed.wait(LIMIT_S)))
+    monkeypatch.setattr(scene.transports[0], "close", lambda deadline: closed.set())
+    updates = scene.updates()
+    updates.begin([0])
+    updates.look()
+    updates.look()
     (push,) = (thread for thread in threading.enumerate() if thread.name == f"push to {servers[0].url}")
     assert stuck.wait(LIMIT_S)
-    sync.close()
+    updates.close()
     assert not push.is_alive(), "the interpreter's end would meet it inside of torch"
-    assert len(round_.transports[0].sent) == 1
-    assert not sync.has_news
+    assert len(scene.transports[0].sent) == 1
 
 
-def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[FakeRolloutServer]) -> None:
-    """A stock server that is back with its first weights looks like the one that has proven the round's."""
-    round_ = Round(servers, at_once, at_once)
-    sync = round_.sync()
-    sync.begin(1, [0, 1])
-    for thread in threading.enumerate():
-        if thread.name.startswith("push to"):
-            thread.join(LIMIT_S)
-    round_.transports[1].lost = True
-    outcome = sync.hear()
-    assert (outcome.proven, outcome.failed) == ((0,), (1,))
-    assert outcome.reports[1].error == "the server was lost after it had proven the weights"
-
-
-# --- staged rounds -----------------------------------------------------------------------------------
+# --- servers that answer meanwhile ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -270,45 +274,7 @@ def staging() -> Iterator[list[FakeStagingServer]]:
         yield [first, second]
 
 
-def begin_staged(sync: WaitedUpdates, version: int = 1, *, held: bool = False) -> None:
-    sync.begin(version, [0, 1], staged=True, held=held)
-
-
-def wait_for_news(sync: WaitedUpdates) -> None:
-    end, pause = time.monotonic() + LIMIT_S, threading.Event()
-    while not sync.has_news:
-        assert time.monotonic() < end
-        pause.wait(0.005)
-
-
-def hear_all(sync: WaitedUpdates) -> RoundOutcome:
-    while not (outcome := sync.hear()).ended:
-        pass
-    return outcome
-
-
-def paths_of(server: FakeRolloutServer) -> list[str]:
-    return [call.path for call in server.calls]
-
-
-def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[FakeStagingServer]) -> None:
-    let_go = threading.Event()
-    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync()
-    begin_staged(sync)
-    wait_for_news(sync)
-    first = sync.hear()
-    assert (first.version, first.staged) == (1, True)
-    assert (first.proven, first.news, first.ended) == ((0,), (0,), False)
-    assert not sync.has_news
-    let_go.set()
-    wait_for_news(sync)
-    last = sync.hear()
-    assert (last.proven, last.news, last.ended) == ((0, 1), (1,), True)
-    assert not sync.has_news
-    assert [server.served for server in staging] == [1, 1]
-
-
-def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStagingServer]) -> None:
+def test_servers_that_answer_meanwhile_install_one_after_another(staging: list[FakeStagingServer]) -> None:
     """The first one to install is held until the other one waits for its turn."""
     asking, both_ask, installs = [], threading.Event(), []
 
@@ -321,17 +287,18 @@ def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStag
         yield
 
     def install(server: FakeStagingServer, call: Call) -> None:
-        others = [other for other in staging if other is not server]
-        installs.append([len(other.proofs) for other in others])
+        installs.append([len(other.proofs) for other in staging if other is not server])
         assert both_ask.wait(LIMIT_S)
 
+    updates = Scene(staging, at_once, at_once, kind=Mapped).updates(span=span, stages=True)
+    assert updates.run([0, 1]).proven == (0, 1)
+    assert asking == [], "nobody asks them yet"
     for server in staging:
         server.hooks[wire.INSTALL] = partial(install, server)
-    sync = Round(staging, at_once, at_once).sync(span=span)
-    begin_staged(sync)
-    hear_all(sync)
-    assert installs == [[0], [1]], "the second installs what the first has proven"
-    assert [server.served for server in staging] == [1, 1]
+    outcome = updates.run([0, 1])
+    assert (outcome.proven, outcome.staged) == ((0, 1), True)
+    assert installs == [[1], [2]], "the second installs what the first has proven"
+    assert [server.served for server in staging] == [2, 2]
 
 
 @pytest.mark.parametrize("hangs", [0, 1])
@@ -345,29 +312,20 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
         has_turn.set()
         return Answer(500, b"{}", after=let_go)
 
+    scene = Scene(staging, at_once, at_once, kind=Mapped)
+    updates = scene.updates(stages=True)
+    updates.run([0, 1])
+    updates.updates._straggler_s = 0.8
     staging[hangs].hooks[wire.INSTALL] = hang
-    sends = [at_once, at_once]
-    sends[1 - hangs] = lambda number: has_turn.wait(LIMIT_S)
-    sync = Round(staging, *sends).sync(straggler_s=0.4)
-    begin_staged(sync)
+    scene.transports[1 - hangs].on_send = lambda number: has_turn.wait(LIMIT_S)
     try:
-        outcome = hear_all(sync)
+        updates.begin([0, 1])
+        while updates.lives[1 - hangs].version < 2:
+            assert updates.look() is None
+            time.sleep(0.005)
+        updates.updates.hurry()
+        outcome = end(updates)
     finally:
         let_go.set()
     assert (outcome.proven, outcome.failed) == ((1 - hangs,), (hangs,))
-    assert "0.4 s of the first proof" in str(outcome.reports[hangs].error)
-
-
-def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
-    staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = Round(staging, at_once, at_once).sync()
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 0.01)
-    begin_staged(sync, held=True)
-    assert hear_all(sync).proven == (0, 1)
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 0.8)
-    begin_staged(sync, version=2, held=True)
-    sync._publisher.give_up("enough")
-    assert sync._publisher.wait(0.4 * LIMIT_S), "nobody waits any more"
-    assert hear_all(sync).failed == (0, 1)
-    assert not any(paths_of(server).count(wire.INSTALL) > 1 for server in staging)
+    assert "0.8 s of the moment at which other weights were due" in str(outcome.reports[hangs].error)

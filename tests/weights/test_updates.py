@@ -14,6 +14,7 @@ from recorded_publisher import RecordedPublisher
 from stand_in_canary import StandInCanary
 
 from swift_stage2.config.rollout import SyncConfig
+from swift_stage2.errors import WeightSyncError
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_schedule import VersionSchedule
 from swift_stage2.servers.health_check import JoiningServer, ServerKind
@@ -106,7 +107,7 @@ class Rank:
             return
         assert not self.publisher.running, "the snapshot is changed while it is pushed"
         identity = WeightIdentity("run", self.schedule.begin(step), step)
-        canary: Any = StandInCanary() if self.updates.canary_due else None
+        canary: Any = StandInCanary().answer() if self.updates.canary_due else None
         file: Any = SimpleNamespace(tensors={})
         self.updates.begin(TakenSnapshot(identity, file, canary), step)
 

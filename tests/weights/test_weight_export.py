@@ -10,7 +10,7 @@ import torch
 from real_model import tiny_model
 from torch import nn
 
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
