@@ -262,6 +262,8 @@ class StockRoutes(routes._ServerRoutes):
             ("POST", wire.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
             ("POST", wire.PROCESS_WEIGHTS): self.process_weights,
             ("POST", wire.CLOSE_COMMUNICATOR): self.close_communicator,
+            ("POST", wire.RESET_ENCODER_CACHE): self.reset_prefix_cache,
+            ("POST", wire.RESET_MM_CACHE): self.reset_prefix_cache,
         }
 
     @property

@@ -142,14 +142,6 @@ class JobBook:
             let_go_of_frames(error)
             job.future.set_exception(error)
 
-    def settle(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """Waits for the jobs that are open now; False when they did not all end in time, or nobody waits any more."""
-        end = time.monotonic() + timeout_s
-        waiting = {job.future for job in self.open_jobs()}
-        while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
-            waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
-        return not waiting
-
     def _strike(self, job: GenerationJob, *, completed: bool = False) -> bool:
         with self._lock:
             was_open = job in self._open
@@ -185,14 +177,6 @@ class InstallFault(StrEnum):
     NONE = "none"
     SKIP_COPY = "skip_copy"
     FLIP_ELEMENT = "flip_element"
-
-
-class CacheKind(StrEnum):
-    """Caches of what was computed with the weights: the stock server has a route for each."""
-
-    PREFIX = "prefix"
-    ENCODER = "encoder"
-    MM = "mm"
 
 
 class EngineState(StrEnum):
@@ -266,19 +250,24 @@ class Engine(ABC):
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """Begins to answer them. Raises EngineUnavailable unless the engine is ready."""
 
-    def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:
-        """Ends these, or everything waiting or running; their completions say ``abort``. Returns how many."""
-        asked = [job for job in self._book.open_jobs() if jobs is None or job in jobs]
+    def abort(self, *, only_abortable: bool = False) -> int:
+        """Ends all that is open, or what an install may end; completions say ``abort``. Returns how many."""
+        asked = [job for job in self._book.open_jobs() if job.request.may_abort or not only_abortable]
         for job in asked:
             job.abort()
         return len(asked)
 
-    @abstractmethod
-    def reset_cache(self, kind: CacheKind, timeout_s: float, given_up: threading.Event) -> bool:
-        """Empties one cache, after all that was submitted before has ended; False when it could not in time.
+    def settle(self, timeout_s: float, given_up: threading.Event) -> int:
+        """Waits for the jobs that are open now; how many are left, in time or when their caller has ``given_up``."""
+        end = time.monotonic() + timeout_s
+        waiting = {job.future for job in self._book.open_jobs()}
+        while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
+            waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
+        return len(waiting)
 
-        Ends soon after ``given_up`` is set, too: its caller has gone.
-        """
+    def reset_prefix_cache(self, timeout_s: float, given_up: threading.Event) -> bool:
+        """Empties what was computed with the weights, once all has settled that was submitted before; False if not."""
+        return not self.settle(timeout_s, given_up)
 
     def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str] | None:
         """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
@@ -304,10 +293,12 @@ class Engine(ABC):
         weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
-        arrived: Mapping[str, str] | None = None,
+        arrived: Mapping[str, str] | None,
     ) -> InstalledWeights:
-        """Copies all tensors into the model, in its own dtypes, while it computes nothing; later completions carry
-        ``stamp``. ``arrived`` is what ``sum_arrived`` has returned.
+        """Copies all tensors into the model, in its own dtypes, and empties what was computed with the old ones.
+
+        All jobs have settled, and none comes meanwhile; later completions carry ``stamp``. ``arrived`` is what
+        ``sum_arrived`` has returned.
 
         Raises:
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.

@@ -16,7 +16,7 @@ import torch
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
-from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import TensorSpec
@@ -182,15 +182,11 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         )
         return reports
 
-    async def reset_cache(self, kind: CacheKind) -> bool:
-        """False when vLLM could not, because a request still uses the cache."""
-        if kind is CacheKind.PREFIX:
-            return bool(await self.engine.reset_prefix_cache())
-        if kind is CacheKind.ENCODER:
-            await self.engine.reset_encoder_cache()
-        else:
-            await self.engine.reset_mm_cache()
-        return True
+    async def reset_caches(self) -> bool:
+        """Empties all that was computed with the weights; False when vLLM could not, as a request still uses it."""
+        await self.engine.reset_encoder_cache()
+        await self.engine.reset_mm_cache()
+        return bool(await self.engine.reset_prefix_cache())
 
     def shut_down(self, timeout_s: float) -> None:
         self.engine.shutdown(timeout=timeout_s)

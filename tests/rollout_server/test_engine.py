@@ -37,9 +37,6 @@ class SmallEngine(Engine):
         self._book.add(jobs)
         return jobs
 
-    def reset_cache(self, *_: Any) -> bool:
-        return True
-
     def install(self, *_: Any) -> Any: ...
 
     def _run(self) -> None:
