@@ -174,16 +174,7 @@ class StandInEngine(TransformersRolloutEngine):
         with self._changed:
             self._running = tuple(each for each in self._running if each is not job)
             self._changed.notify_all()
-        self._book.finish(
-            job,
-            job.completion(
-                stamp,
-                finish_reason=row.end.name.lower(),
-                text=row.text,
-                token_ids=row.token_ids,
-                log_probs=row.log_probs,
-            ),
-        )
+        self._book.finish(job, job.completion(stamp, row))
 
 
 class StockWeights:

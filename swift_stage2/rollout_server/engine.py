@@ -22,7 +22,7 @@ from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
-    from swift_stage2.rollout_server.swift_generator import EncodedRow
+    from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
     from swift_stage2.rollout_server.weight_source import OfferedWeights
 
 _log = logging.getLogger(__name__)
@@ -90,23 +90,15 @@ class GenerationJob:
         """Asks for an early end; does nothing once the job has ended."""
         self.aborted = True
 
-    def completion(
-        self,
-        stamp: WeightStamp,
-        *,
-        finish_reason: str = "abort",
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        log_probs: tuple[float, ...] | None = None,
-    ) -> Completion:
-        """The answer under the weights that ``stamp`` names; without more, that of a job that never started."""
+    def completion(self, stamp: WeightStamp, made: GeneratedRow | None = None) -> Completion:
+        """The answer under the weights that ``stamp`` names; without a row, that of a job that never started."""
         return Completion(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
+            text=made.text if made else "",
+            token_ids=made.token_ids if made else (),
+            finish_reason=made.end.name.lower() if made else "abort",
             prompt_token_ids=self.row.prompt_token_ids if self.row else (),
             images_size=self.row.images_size if self.row else (),
-            log_probs=log_probs,
+            log_probs=made.log_probs if made else None,
             weight_version=stamp.version,
             run_id=stamp.run_id,
         )
@@ -133,7 +125,8 @@ class JobBook:
 
     def finish(self, job: GenerationJob, completion: Completion) -> None:
         """Answers the job, unless it has ended."""
-        if self._strike(job, completed=True):
+        if self._strike(job):
+            self.completions_made += 1
             job.future.set_result(completion)
 
     def fail(self, job: GenerationJob, error: Exception) -> None:
@@ -142,11 +135,10 @@ class JobBook:
             let_go_of_frames(error)
             job.future.set_exception(error)
 
-    def _strike(self, job: GenerationJob, *, completed: bool = False) -> bool:
+    def _strike(self, job: GenerationJob) -> bool:
         with self._lock:
             was_open = job in self._open
             self._open.discard(job)
-            self.completions_made += was_open and completed
             return was_open
 
 

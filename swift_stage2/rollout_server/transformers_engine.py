@@ -182,14 +182,7 @@ class TransformersRolloutEngine(Engine):
         self._running = ()
         self._batches_run += 1
         for job, row in zip(jobs, rows, strict=True):
-            completion = job.completion(
-                stamp,
-                finish_reason=row.end.name.lower(),
-                text=row.text,
-                token_ids=row.token_ids,
-                log_probs=row.log_probs,
-            )
-            self._book.finish(job, completion)
+            self._book.finish(job, job.completion(stamp, row))
 
     def _retry_alone(self, jobs: list[GenerationJob], error: Exception) -> None:
         if len(jobs) == 1:

@@ -28,7 +28,6 @@ from test_weight_sync import Learner
 from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server.checked_call import check_call
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.rollout_server.weight_source import OfferedWeights, open_learner_memory
