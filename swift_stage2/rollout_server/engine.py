@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift_stage2.errors import EngineUnavailable, UserError
-from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.servers.infer_wire import Completion, SamplingOptions
 from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
@@ -32,26 +32,17 @@ ModelT = TypeVar("ModelT")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn; requests with equal sampling may share a batch. None: the model's default."""
-
-    temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None
-    top_k: int | None = None  # -1 is off
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One conversation to continue. ``conversation`` holds ms-swift's request fields, media as base64."""
+    """One conversation to continue. ``conversation`` holds ms-swift's request fields, media as base64.
+
+    Requests with equal ``sampling`` may share a batch: it holds no limit and no seed. None: the model's default.
+    """
 
     conversation: Mapping[str, Any]
-    sampling: Sampling
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     max_new_tokens: int | None = None  # None: as many as the model's length allows
     seed: int | None = None  # None: another one at every call
     prefix: tuple[int, ...] = ()  # first ids of the answer; in ``max_new_tokens``, not in the completion
-    with_log_probs: bool = False
     may_abort: bool = True  # whether an install may end it
     request_id: str | None = None  # its caller's, which the answer names
 
@@ -82,9 +73,9 @@ class GenerationJob:
         self.future.set_running_or_notify_cancel()  # only the engine ends it
 
     @property
-    def key(self) -> tuple[Sampling, bool, int | None]:
+    def key(self) -> tuple[SamplingOptions, int | None]:
         """Jobs with equal keys may share a batch."""
-        return self.request.sampling, self.request.with_log_probs, id(self) if self.alone else None
+        return self.request.sampling, id(self) if self.alone else None
 
     def abort(self) -> None:
         """Asks for an early end; does nothing once the job has ended."""

@@ -168,7 +168,6 @@ class TransformersRolloutEngine(Engine):
             rows = self.generator.generate_rows(
                 [job.row for job in jobs if job.row is not None],
                 jobs[0].request.sampling,
-                with_log_probs=jobs[0].request.with_log_probs,
                 aborted=lambda: [job.aborted for job in jobs],
             )
         except torch.AcceleratorError:

@@ -154,7 +154,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             finish_reason=choice.finish_reason,
             prompt_token_ids=tuple(response.prompt_token_ids[:num_prompt]),
             images_size=tuple((width, height) for width, height in response.images_size or ()),
-            log_probs=_log_probs(choice.logprobs) if request.with_log_probs else None,
+            log_probs=_log_probs(choice.logprobs) if request.sampling.logprobs else None,
             weight_version=stamp.version,
             run_id=stamp.run_id,
         )
@@ -209,17 +209,12 @@ def request_failure(error: Exception) -> Exception:
 
 def _request_config(request: GenerationRequest) -> RequestConfig:
     sampling = request.sampling
-    options = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_tokens": request.max_new_tokens,
-        "seed": request.seed,
-    }
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    options: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    options |= {"max_tokens": request.max_new_tokens, "seed": request.seed}
     given = {name: value for name, value in options.items() if value is not None}
     return RequestConfig(
-        **given, stop=list(sampling.stop), logprobs=request.with_log_probs, return_details=True
+        **given, stop=list(sampling.stop or ()), logprobs=bool(sampling.logprobs), return_details=True
     )
 
 

@@ -14,7 +14,6 @@ from swift_stage2.rollout_server.engine import (
     EngineState,
     GenerationJob,
     GenerationRequest,
-    Sampling,
 )
 
 WAIT_S = 60.0
@@ -69,7 +68,7 @@ def state_of(engine: Engine) -> tuple[EngineState, str]:
 
 
 def request() -> GenerationRequest:
-    return GenerationRequest({"messages": []}, Sampling())
+    return GenerationRequest({"messages": []})
 
 
 def test_it_loads_becomes_ready_and_ends(engines: list[Engine]) -> None:
