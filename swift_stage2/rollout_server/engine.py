@@ -101,7 +101,6 @@ class JobBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: set[GenerationJob] = set()
-        self.completions_made = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -117,7 +116,6 @@ class JobBook:
     def finish(self, job: GenerationJob, completion: Completion) -> None:
         """Answers the job, unless it has ended."""
         if self._strike(job):
-            self.completions_made += 1
             job.future.set_result(completion)
 
     def fail(self, job: GenerationJob, error: Exception) -> None:
@@ -179,8 +177,6 @@ class EngineStatus:
     detail: str = ""
     num_waiting: int = 0
     num_running: int = 0
-    batches_run: int = 0
-    completions_made: int = 0
 
 
 class Engine(ABC):
@@ -200,7 +196,6 @@ class Engine(ABC):
         self.stamp = WeightStamp()
         self._book = JobBook()
         self._manifest: tuple[TensorSpec, ...] = ()
-        self._batches_run = 0
         self._state, self._detail = EngineState.LOADING, ""
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run_to_the_end, name="rollout-engine", daemon=True)
@@ -221,8 +216,6 @@ class Engine(ABC):
             detail,
             num_waiting=num_open - num_running,
             num_running=num_running,
-            batches_run=self._batches_run,
-            completions_made=self._book.completions_made,
         )
 
     def manifest(self) -> tuple[TensorSpec, ...]:

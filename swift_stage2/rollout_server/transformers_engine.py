@@ -179,7 +179,6 @@ class TransformersRolloutEngine(Engine):
             self._retry_alone(jobs, error)
             return
         self._running = ()
-        self._batches_run += 1
         for job, row in zip(jobs, rows, strict=True):
             self._book.finish(job, job.completion(stamp, row))
 

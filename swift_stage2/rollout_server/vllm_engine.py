@@ -41,10 +41,7 @@ _DEAD = "vLLM's processes have died; start the server again"
 
 
 class VllmRolloutEngine(Engine):
-    """An ``Engine`` on vLLM. ``build`` makes the generator, on the engine's thread and loop.
-
-    ``status().batches_run`` stays 0: vLLM has one batch, which requests enter and leave.
-    """
+    """An ``Engine`` on vLLM. ``build`` makes the generator, on the engine's thread and loop."""
 
     name = "vllm"
     can_resume = True
