@@ -39,12 +39,13 @@ from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server import routes
 from swift_stage2.rollout_server.command_line import ServerCommand, serve
-from swift_stage2.rollout_server.engine import Engine, GenerationJob, GenerationRequest, Sampling, WeightStamp
+from swift_stage2.rollout_server.engine import Engine, GenerationJob, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.rollout_server.weight_slot import SlotState
 from swift_stage2.servers.batching import ExclusiveTask
+from swift_stage2.servers.infer_wire import SamplingOptions
 from swift_stage2.servers.request_checks import RequestLimits
 
 SPREAD = 0.5
@@ -88,7 +89,7 @@ class StandInGenerator(SwiftGenerator):
         for number, line in enumerate(lines):
             row = json.loads(line)
             images = [base64.b64encode(Path(path).read_bytes()).decode() for path in row["images"]]
-            request = GenerationRequest({"messages": row["messages"][:1], "images": images}, Sampling())
+            request = GenerationRequest({"messages": row["messages"][:1], "images": images})
             truth = list(zip(row["objects"]["ref"], map(tuple, row["objects"]["bbox"]), strict=True))
             first = number * NUM_ANSWERS
             answers = tuple((each, self._answer(truth, each)) for each in range(first, first + NUM_ANSWERS))
@@ -116,15 +117,13 @@ class StandInGenerator(SwiftGenerator):
     def generate_rows(
         self,
         rows: Sequence[EncodedRow],
-        sampling: Sampling,
-        *,
-        with_log_probs: bool,
+        sampling: SamplingOptions,
         aborted: Callable[[], Sequence[bool]],
     ) -> list[GeneratedRow]:
         """Waits for one row; ``StandInEngine`` asks for no more at once."""
         (row,) = rows
         given = self._generate(row, aborted)
-        return [replace(given, log_probs=(LOG_PROB,) * len(given.token_ids) if with_log_probs else None)]
+        return [replace(given, log_probs=(LOG_PROB,) * len(given.token_ids) if sampling.logprobs else None)]
 
     def _generate(self, row: EncodedRow, aborted: Callable[[], Sequence[bool]]) -> GeneratedRow:
         answer: GeneratedRow | None = row.template_inputs
@@ -168,22 +167,12 @@ class StandInEngine(TransformersRolloutEngine):
         (row,) = self.generator.generate_rows(
             [job.row],
             job.request.sampling,
-            with_log_probs=job.request.with_log_probs,
             aborted=lambda: [job.aborted],
         )
         with self._changed:
             self._running = tuple(each for each in self._running if each is not job)
             self._changed.notify_all()
-        self._book.finish(
-            job,
-            job.completion(
-                stamp,
-                finish_reason=row.end.name.lower(),
-                text=row.text,
-                token_ids=row.token_ids,
-                log_probs=row.log_probs,
-            ),
-        )
+        self._book.finish(job, job.completion(stamp, row))
 
 
 class StockWeights:
@@ -262,6 +251,8 @@ class StockRoutes(routes._ServerRoutes):
             ("POST", wire.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
             ("POST", wire.PROCESS_WEIGHTS): self.process_weights,
             ("POST", wire.CLOSE_COMMUNICATOR): self.close_communicator,
+            ("POST", wire.RESET_ENCODER_CACHE): self.reset_prefix_cache,
+            ("POST", wire.RESET_MM_CACHE): self.reset_prefix_cache,
         }
 
     @property

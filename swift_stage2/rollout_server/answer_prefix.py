@@ -33,41 +33,24 @@ def append_prefix(
             positions itself.
     """
     for place, token in enumerate(prefix):
-        if token >= num_ids:
-            raise SampleError(
-                "prefix_token_ids must be ids of the model's vocabulary",
-                got=f"prefix_token_ids[{place}]={token} num_ids={num_ids}",
-                remedy="send the ids that this model has sampled",
-            )
-        if token in end_ids:
-            raise SampleError(
-                "an answer cannot go on behind the token that ends it",
-                got=f"prefix_token_ids[{place}]={token}",
-                remedy=_AGAIN,
-            )
-        if token in media_ids:
-            raise SampleError(
-                "prefix_token_ids may hold no token that stands for an image, video or audio",
-                got=f"prefix_token_ids[{place}]={token}",
-                remedy=_AGAIN,
-            )
+        faults = {
+            "must be ids of the model's vocabulary": token >= num_ids,
+            "may not end in the token that ends an answer": token in end_ids,
+            "may hold no token that stands for an image, video or audio": token in media_ids,
+        }
+        for rule, is_broken in faults.items():
+            if is_broken:
+                got = f"prefix_token_ids[{place}]={token} num_ids={num_ids}"
+                raise SampleError(f"prefix_token_ids {rule}", got=got, remedy=_AGAIN)
     if inputs.get("position_ids") is not None:
         raise SampleError(
             "this model's template numbers positions itself, so it takes no prefix", remedy=_AGAIN
         )
-    return {
-        **inputs,
-        "input_ids": [*inputs["input_ids"], *prefix],
-        **{
-            key: _extended(inputs[key], len(prefix), filler)
-            for key, filler in _OF_AN_ANSWER.items()
-            if inputs.get(key) is not None
-        },
-    }
-
-
-def _extended(values: Any, num_more: int, filler: int) -> Any:
-    if isinstance(values, torch.Tensor):
-        more = values.new_full((*values.shape[:-1], num_more), filler)
-        return torch.cat([values, more], dim=-1)
-    return [*values, *[filler] * num_more]
+    longer = {**inputs, "input_ids": [*inputs["input_ids"], *prefix]}
+    for key, filler in _OF_AN_ANSWER.items():
+        if isinstance(values := inputs.get(key), torch.Tensor):
+            more = values.new_full((*values.shape[:-1], len(prefix)), filler)
+            longer[key] = torch.cat([values, more], dim=-1)
+        elif values is not None:
+            longer[key] = [*values, *[filler] * len(prefix)]
+    return longer

@@ -7,11 +7,12 @@ that its sender can find it by halving.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from swift_stage2 import wire
 from swift_stage2.errors import SampleError
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import GenerationRequest
 from swift_stage2.servers.infer_wire import PREFIX, REQUEST_ID, InferCall, SamplingOptions, may_abort
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
@@ -58,17 +59,10 @@ def _request(record: Mapping[str, Any], options: SamplingOptions) -> GenerationR
     request_id = record.get(REQUEST_ID)
     return GenerationRequest(
         conversation={**conversation, "images": record.get("images") or []},
-        sampling=Sampling(
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            repetition_penalty=options.repetition_penalty,
-            stop=options.stop or (),
-        ),
+        sampling=replace(options, max_tokens=None, seed=None, return_details=None),
         max_new_tokens=options.max_tokens,
         seed=options.seed,
         prefix=prefix,
-        with_log_probs=bool(options.logprobs),
         may_abort=may_abort(record),
         request_id=request_id if isinstance(request_id, str) else None,
     )

@@ -173,16 +173,10 @@ def require_vllm(who: str = "a server on vLLM", *, without_gpu: bool = False) ->
 
 
 # --- transformers -------------------------------------------------------------------------------
-def _swift_generator() -> type[SwiftGenerator]:
-    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
-
-    return SwiftGenerator
-
-
 def transformers_command(
-    argv: Sequence[str], load_generator: Callable[[], type[SwiftGenerator]] = _swift_generator
+    argv: Sequence[str], load_generator: Callable[[], type[SwiftGenerator]] | None = None
 ) -> ServerCommand:
-    """Reads the options of ``--engine transformers``; ``load_generator`` is called on the engine's thread."""
+    """Reads the options of ``--engine transformers``; ``load_generator`` is called on the engine's thread: its kind."""
     parser = _parser(_PROGRAM, _PURPOSE)
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
     _add_engine(parser, help="vllm takes the options of `swift rollout` instead")
@@ -213,13 +207,17 @@ def transformers_command(
 
 
 def _load_transformers(
-    options: argparse.Namespace, load_generator: Callable[[], type[SwiftGenerator]]
+    options: argparse.Namespace, load_generator: Callable[[], type[SwiftGenerator]] | None
 ) -> SwiftGenerator:
     import torch
 
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    from swift_stage2.rollout_server.swift_generator import import_external_file, refuse_foreign_code
+    from swift_stage2.rollout_server.swift_generator import (
+        SwiftGenerator,
+        import_external_file,
+        refuse_foreign_code,
+    )
 
     if not options.trust_remote_code:
         refuse_foreign_code()
@@ -234,7 +232,8 @@ def _load_transformers(
         require_visible_devices(os.environ, torch.cuda.device_count())
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
-        generator = load_generator()(options.model, device_map=device, **given)
+        kind = load_generator() if load_generator is not None else SwiftGenerator
+        generator = kind(options.model, device_map=device, **given)
     except (ValueError, KeyError) as error:
         from swift_stage2.checks.swift_parsing import unknown_kind
 
@@ -248,19 +247,11 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     parser = _parser(
         f"{_PROGRAM} --engine vllm", f"{_PURPOSE} All other options are those of `swift rollout`."
     )
-    parser.add_argument("--model", help="directory or id; may also be the first argument, without --model")
+    parser.add_argument("--model", required=True, help="directory or id; the first argument is one, too")
     parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
-    leading = argv[0] if argv and not argv[0].startswith("-") else None
-    options, rest = parser.parse_known_args(argv[1:] if leading is not None else argv)
-    model = options.model or leading
-    if not model:
-        raise UserError("a model must be named", got="none", remedy="write --model DIR")
-    if options.model and leading:
-        raise UserError(
-            "exactly one model must be named",
-            got=f"model={options.model!r} and {leading!r}",
-            remedy="write --model",
-        )
+    is_named = bool(argv) and not argv[0].startswith("-")
+    options, rest = parser.parse_known_args(["--model", *argv] if is_named else argv)
+    model = options.model
     _take_recorded_plugins(options, model)
     plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
     swift_argv = ["--model", model, *plugins, *rest]
@@ -356,7 +347,17 @@ def _command(
     has_children: bool = False,
 ) -> ServerCommand:
     """Raises UserError for a model or a plugin that is not there."""
-    _require_model(model)
+    directory = Path(model)
+    if directory.exists() or not _HUB_ID.fullmatch(
+        model
+    ):  # a hub id is left to ms-swift, which looks in its cache
+        if not any((directory / mark).is_file() for mark in ("config.json", "adapter_config.json")):
+            raise UserError(
+                "the model must be a checkpoint directory with a config.json, or a hub id like owner/name",
+                got=f"model={model}",
+                remedy="check the path",
+            )
+        check_checkpoint("model", directory, of="the ")
     for plugin in options.external_plugins:
         if not Path(plugin).is_file():
             raise UserError("an external plugin must be a Python file", got=f"external_plugins={plugin}")
@@ -377,17 +378,3 @@ def _command(
         limits=read_limits(options),
         is_insecure=options.insecure,
     )
-
-
-def _require_model(model: str) -> None:
-    """A hub id is left to ms-swift, which looks in its cache and downloads."""
-    if _HUB_ID.fullmatch(model) and not Path(model).exists():
-        return
-    directory = Path(model)
-    if not any((directory / mark).is_file() for mark in ("config.json", "adapter_config.json")):
-        raise UserError(
-            "the model must be a checkpoint directory with a config.json, or a hub id like owner/name",
-            got=f"model={model}",
-            remedy="check the path",
-        )
-    check_checkpoint("model", directory, of="the ")

@@ -18,11 +18,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift_stage2.errors import EngineUnavailable, UserError
-from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.servers.infer_wire import Completion, SamplingOptions
 from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
-    from swift_stage2.rollout_server.swift_generator import EncodedRow
+    from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
     from swift_stage2.rollout_server.weight_source import OfferedWeights
 
 _log = logging.getLogger(__name__)
@@ -32,26 +32,17 @@ ModelT = TypeVar("ModelT")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn; requests with equal sampling may share a batch. None: the model's default."""
-
-    temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None
-    top_k: int | None = None  # -1 is off
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One conversation to continue. ``conversation`` holds ms-swift's request fields, media as base64."""
+    """One conversation to continue. ``conversation`` holds ms-swift's request fields, media as base64.
+
+    Requests with equal ``sampling`` may share a batch: it holds no limit and no seed. None: the model's default.
+    """
 
     conversation: Mapping[str, Any]
-    sampling: Sampling
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     max_new_tokens: int | None = None  # None: as many as the model's length allows
     seed: int | None = None  # None: another one at every call
     prefix: tuple[int, ...] = ()  # first ids of the answer; in ``max_new_tokens``, not in the completion
-    with_log_probs: bool = False
     may_abort: bool = True  # whether an install may end it
     request_id: str | None = None  # its caller's, which the answer names
 
@@ -82,31 +73,23 @@ class GenerationJob:
         self.future.set_running_or_notify_cancel()  # only the engine ends it
 
     @property
-    def key(self) -> tuple[Sampling, bool, int | None]:
+    def key(self) -> tuple[SamplingOptions, int | None]:
         """Jobs with equal keys may share a batch."""
-        return self.request.sampling, self.request.with_log_probs, id(self) if self.alone else None
+        return self.request.sampling, id(self) if self.alone else None
 
     def abort(self) -> None:
         """Asks for an early end; does nothing once the job has ended."""
         self.aborted = True
 
-    def completion(
-        self,
-        stamp: WeightStamp,
-        *,
-        finish_reason: str = "abort",
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        log_probs: tuple[float, ...] | None = None,
-    ) -> Completion:
-        """The answer under the weights that ``stamp`` names; without more, that of a job that never started."""
+    def completion(self, stamp: WeightStamp, made: GeneratedRow | None = None) -> Completion:
+        """The answer under the weights that ``stamp`` names; without a row, that of a job that never started."""
         return Completion(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
+            text=made.text if made else "",
+            token_ids=made.token_ids if made else (),
+            finish_reason=made.end.name.lower() if made else "abort",
             prompt_token_ids=self.row.prompt_token_ids if self.row else (),
             images_size=self.row.images_size if self.row else (),
-            log_probs=log_probs,
+            log_probs=made.log_probs if made else None,
             weight_version=stamp.version,
             run_id=stamp.run_id,
         )
@@ -118,7 +101,6 @@ class JobBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: set[GenerationJob] = set()
-        self.completions_made = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -133,7 +115,7 @@ class JobBook:
 
     def finish(self, job: GenerationJob, completion: Completion) -> None:
         """Answers the job, unless it has ended."""
-        if self._strike(job, completed=True):
+        if self._strike(job):
             job.future.set_result(completion)
 
     def fail(self, job: GenerationJob, error: Exception) -> None:
@@ -142,19 +124,10 @@ class JobBook:
             let_go_of_frames(error)
             job.future.set_exception(error)
 
-    def settle(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """Waits for the jobs that are open now; False when they did not all end in time, or nobody waits any more."""
-        end = time.monotonic() + timeout_s
-        waiting = {job.future for job in self.open_jobs()}
-        while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
-            waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
-        return not waiting
-
-    def _strike(self, job: GenerationJob, *, completed: bool = False) -> bool:
+    def _strike(self, job: GenerationJob) -> bool:
         with self._lock:
             was_open = job in self._open
             self._open.discard(job)
-            self.completions_made += was_open and completed
             return was_open
 
 
@@ -187,14 +160,6 @@ class InstallFault(StrEnum):
     FLIP_ELEMENT = "flip_element"
 
 
-class CacheKind(StrEnum):
-    """Caches of what was computed with the weights: the stock server has a route for each."""
-
-    PREFIX = "prefix"
-    ENCODER = "encoder"
-    MM = "mm"
-
-
 class EngineState(StrEnum):
     """Whether an engine can be asked."""
 
@@ -212,8 +177,6 @@ class EngineStatus:
     detail: str = ""
     num_waiting: int = 0
     num_running: int = 0
-    batches_run: int = 0
-    completions_made: int = 0
 
 
 class Engine(ABC):
@@ -233,7 +196,6 @@ class Engine(ABC):
         self.stamp = WeightStamp()
         self._book = JobBook()
         self._manifest: tuple[TensorSpec, ...] = ()
-        self._batches_run = 0
         self._state, self._detail = EngineState.LOADING, ""
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run_to_the_end, name="rollout-engine", daemon=True)
@@ -254,8 +216,6 @@ class Engine(ABC):
             detail,
             num_waiting=num_open - num_running,
             num_running=num_running,
-            batches_run=self._batches_run,
-            completions_made=self._book.completions_made,
         )
 
     def manifest(self) -> tuple[TensorSpec, ...]:
@@ -266,19 +226,24 @@ class Engine(ABC):
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """Begins to answer them. Raises EngineUnavailable unless the engine is ready."""
 
-    def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:
-        """Ends these, or everything waiting or running; their completions say ``abort``. Returns how many."""
-        asked = [job for job in self._book.open_jobs() if jobs is None or job in jobs]
+    def abort(self, *, only_abortable: bool = False) -> int:
+        """Ends all that is open, or what an install may end; completions say ``abort``. Returns how many."""
+        asked = [job for job in self._book.open_jobs() if job.request.may_abort or not only_abortable]
         for job in asked:
             job.abort()
         return len(asked)
 
-    @abstractmethod
-    def reset_cache(self, kind: CacheKind, timeout_s: float, given_up: threading.Event) -> bool:
-        """Empties one cache, after all that was submitted before has ended; False when it could not in time.
+    def settle(self, timeout_s: float, given_up: threading.Event) -> int:
+        """Waits for the jobs that are open now; how many are left, in time or when their caller has ``given_up``."""
+        end = time.monotonic() + timeout_s
+        waiting = {job.future for job in self._book.open_jobs()}
+        while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
+            waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
+        return len(waiting)
 
-        Ends soon after ``given_up`` is set, too: its caller has gone.
-        """
+    def reset_prefix_cache(self, timeout_s: float, given_up: threading.Event) -> bool:
+        """Empties what was computed with the weights, once all has settled that was submitted before; False if not."""
+        return not self.settle(timeout_s, given_up)
 
     def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str] | None:
         """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
@@ -304,10 +269,12 @@ class Engine(ABC):
         weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
-        arrived: Mapping[str, str] | None = None,
+        arrived: Mapping[str, str] | None,
     ) -> InstalledWeights:
-        """Copies all tensors into the model, in its own dtypes, while it computes nothing; later completions carry
-        ``stamp``. ``arrived`` is what ``sum_arrived`` has returned.
+        """Copies all tensors into the model, in its own dtypes, and empties what was computed with the old ones.
+
+        All jobs have settled, and none comes meanwhile; later completions carry ``stamp``. ``arrived`` is what
+        ``sum_arrived`` has returned.
 
         Raises:
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.

@@ -10,9 +10,8 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from fastapi.responses import JSONResponse
 from swift_stage2 import wire
 from swift_stage2.errors import EngineUnavailable
 from swift_stage2.rollout_server.checked_call import CheckedCall, check_call
-from swift_stage2.rollout_server.engine import CacheKind, Engine, EngineState, GenerationJob
+from swift_stage2.rollout_server.engine import Engine, EngineState, GenerationJob, GenerationRequest
 from swift_stage2.rollout_server.weight_slot import GateShut, WeightSlot
 from swift_stage2.servers.http_app import (
     BodyLimit,
@@ -41,11 +40,6 @@ _SETTLE_TIMEOUT_S = 600.0
 _LOOP_TIMEOUT_S = 30.0  # the event loop waits for nothing
 _CONTROL_THREADS = 8
 _CONTROL_BODY_BYTES = 64 * 2**20  # a manifest of 100,000 tensors has about 10 MB
-_CACHES = {
-    wire.RESET_PREFIX_CACHE: CacheKind.PREFIX,
-    wire.RESET_ENCODER_CACHE: CacheKind.ENCODER,
-    wire.RESET_MM_CACHE: CacheKind.MM,
-}
 ResultT = TypeVar("ResultT")
 
 
@@ -115,9 +109,9 @@ class _ServerRoutes:
         self._limits = limits
         self._slot = service.slot
         self._engine = service.engine
-        # Of the event loop alone: what an install may end, and what is being decoded.
-        self._may_abort: set[GenerationJob] = set()
-        self._arrived: set[asyncio.Future[CheckedCall]] = set()
+        self._arrived: set[asyncio.Future[CheckedCall]] = (
+            set()
+        )  # what is being decoded; of the event loop alone
         self._bodies = BodyLimit(limits.body_bytes)
         self._control_bodies = BodyLimit(min(limits.body_bytes, _CONTROL_BODY_BYTES))
         # Apart: resets may wait for completions, and the installs that end completions must not wait for them.
@@ -129,10 +123,9 @@ class _ServerRoutes:
     def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
         return {
             ("GET", wire.WORLD_SIZE): self.world_size,
-            ("GET", wire.STATE_KEYS): self.state_keys,
             ("POST", wire.ENGINE_TYPE): self.engine_type,
             ("POST", wire.INFER): self.infer,
-            **{("POST", path): self.reset_cache for path in _CACHES},
+            ("POST", wire.RESET_PREFIX_CACHE): self.reset_prefix_cache,
             ("GET", wire.SERVER_INFO): self.info,
             ("POST", wire.WEIGHTS): self.offer_weights,
             ("POST", wire.INSTALL): self.install_weights,
@@ -148,9 +141,6 @@ class _ServerRoutes:
     async def world_size(self) -> dict[str, int]:
         return {"world_size": 1}
 
-    async def state_keys(self) -> dict[str, list[str]]:
-        return {"keys": [spec.name for spec in self._engine.manifest()]}
-
     async def engine_type(self) -> dict[str, Any]:
         return {
             "engine_type": f"Stage2{self._engine.name.capitalize()}Engine",
@@ -161,31 +151,26 @@ class _ServerRoutes:
 
     async def infer(self, request: Request) -> Response:
         call = await self._checked_call(request)
-        async with self._admission(request):
-            if call.faults:
-                return failed_requests(call.faults, call.num_requests)
-            jobs = self._engine.submit(call.requests)
-            in_flight = {job for job in jobs if job.request.may_abort}
-            self._may_abort |= in_flight
-            try:
-                failures = await _failures_of(jobs, request)
-            finally:
-                self._may_abort -= in_flight
-                for job in jobs:
-                    job.abort()  # does nothing to those that have ended
+        if call.faults:
+            return failed_requests(call.faults, call.num_requests)
+        jobs = await self._submitted(request, call.requests)
+        try:
+            failures = await _failures_of(jobs, request)
+        finally:
+            for job in jobs:
+                job.abort()  # does nothing to those that have ended
         if failures:
             return failed_requests(failures, len(jobs))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._texts, self._reply, jobs, call.return_details)
 
-    async def reset_cache(self, request: Request) -> dict[str, str]:
-        kind = _CACHES[request.url.path]
+    async def reset_prefix_cache(self, request: Request) -> dict[str, str]:
         if earlier := tuple(self._arrived):  # what came before is submitted, and waited for, or refused
             await asyncio.wait(earlier, timeout=_LOOP_TIMEOUT_S)
         succeeded = await run_attended(
-            request, self._resets, lambda gone: self._engine.reset_cache(kind, _SETTLE_TIMEOUT_S, gone)
+            request, self._resets, lambda gone: self._engine.reset_prefix_cache(_SETTLE_TIMEOUT_S, gone)
         )
-        return {"message": f"Request received, resetting {kind} cache status: {succeeded}"}
+        return {"message": f"Request received, resetting prefix cache status: {succeeded}"}
 
     async def offer_weights(self, request: Request) -> dict[str, Any]:
         offer = wire.WeightOffer.from_json(await self._json(request))
@@ -193,18 +178,7 @@ class _ServerRoutes:
 
     async def install_weights(self, request: Request) -> dict[str, Any]:
         wanted = wire.InstallRequest.from_json(await self._json(request))
-        abort = partial(self._abort_running, asyncio.get_running_loop()) if wanted.aborts else None
-        install = partial(self._slot.install, wanted, abort_pending=abort)
-        return (await self._off_loop(request, install)).to_json()
-
-    def _abort_running(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On a control thread: ends what may be aborted.
-
-        A call is admitted and submitted in one step of the loop, so none is missed that was admitted before.
-        """
-        running: Future[list[GenerationJob]] = Future()
-        loop.call_soon_threadsafe(lambda: running.set_result(list(self._may_abort)))
-        self._engine.abort(running.result(_LOOP_TIMEOUT_S))
+        return (await self._off_loop(request, partial(self._slot.install, wanted))).to_json()
 
     async def _json(self, request: Request) -> Any:
         async with self._control_bodies.body(request) as raw:
@@ -221,14 +195,12 @@ class _ServerRoutes:
             arrival.add_done_callback(retrieve)
             return await arrival
 
-    @asynccontextmanager
-    async def _admission(self, request: Request) -> AsyncIterator[None]:
-        """As ``WeightSlot.admission``; waits, on no thread, while weights are installed."""
+    async def _submitted(self, request: Request, asked: Sequence[GenerationRequest]) -> list[GenerationJob]:
+        """Waits, on no thread, while weights are installed. Raises as ``WeightSlot.admission`` does, and the engine."""
         while True:
             try:
                 with self._slot.admission():
-                    yield
-                    return
+                    return self._engine.submit(asked)
             except GateShut as shut:
                 opened = asyncio.wrap_future(shut.opened)
             await attend(request, opened)  # deadline: the install's

@@ -34,8 +34,9 @@ from transformers import (
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import SampleError, UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
-from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted
 from swift_stage2.servers.image_opening import decode_image
+from swift_stage2.servers.infer_wire import SamplingOptions
 from swift_stage2.wire import TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
@@ -238,9 +239,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
     def generate_rows(
         self,
         rows: Sequence[EncodedRow],
-        sampling: Sampling,
-        *,
-        with_log_probs: bool,
+        sampling: SamplingOptions,
         aborted: Callable[[], Sequence[bool]],
     ) -> list[GeneratedRow]:
         """Generates one batch. ``aborted`` is asked after every token."""
@@ -261,7 +260,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         warpers = self._warpers(sampling)
         seeds = [row.seed for row in rows]
         uniforms = None if warpers is None else draw_uniforms(seeds, longest, self.model.device)
-        sampler = RowSampler(warpers or (), uniforms, with_log_probs=with_log_probs)
+        sampler = RowSampler(warpers or (), uniforms, with_log_probs=bool(sampling.logprobs))
         penalty = sampling.repetition_penalty
         if penalty is None:
             penalty = getattr(self.generation_config, "repetition_penalty", None) or 1.0
@@ -290,13 +289,14 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             )
         return generated
 
-    def _warpers(self, sampling: Sampling) -> list[LogitsProcessor] | None:
+    def _warpers(self, sampling: SamplingOptions) -> list[LogitsProcessor] | None:
         """None when greedy. Values that a request leaves open come from the model's generation config."""
         default = self.generation_config
-        samples_by_default = bool(getattr(default, "do_sample", False))
         temperature = sampling.temperature
         if temperature is None:
-            temperature = (getattr(default, "temperature", None) or 1.0) if samples_by_default else 0.0
+            temperature = (
+                (getattr(default, "temperature", None) or 1.0) if getattr(default, "do_sample", False) else 0
+            )
         if temperature == 0:
             return None
         top_k = sampling.top_k if sampling.top_k is not None else getattr(default, "top_k", None)

@@ -8,7 +8,6 @@ same thread, so that no completion ever mixes two versions.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -18,7 +17,6 @@ import torch
 
 from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
-    CacheKind,
     Engine,
     GenerationJob,
     GenerationRequest,
@@ -74,18 +72,13 @@ class TransformersRolloutEngine(Engine):
                 self._book.fail(job, EngineUnavailable("the engine was shut down"))
         return jobs
 
-    def abort(self, jobs: Sequence[GenerationJob] | None = None) -> int:
+    def abort(self, *, only_abortable: bool = False) -> int:
         """As ``Engine.abort``; what waits for a batch is answered at once."""
-        asked = jobs if jobs is not None else self._book.open_jobs()
-        num_asked = super().abort(asked)
-        for job in asked:
-            if self._queue.remove(job):
+        num_asked = super().abort(only_abortable=only_abortable)
+        for job in self._book.open_jobs():
+            if job.aborted and self._queue.remove(job):
                 self._finish_unstarted(job)
         return num_asked
-
-    def reset_cache(self, kind: CacheKind, timeout_s: float, given_up: threading.Event) -> bool:
-        """As ``Engine.reset_cache``. Nothing is kept from one batch to the next."""
-        return kind is not CacheKind.PREFIX or self._book.settle(timeout_s, given_up)
 
     def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str]:
         try:
@@ -104,12 +97,12 @@ class TransformersRolloutEngine(Engine):
         weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
-        arrived: Mapping[str, str] | None = None,
+        arrived: Mapping[str, str] | None,
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
-        sums = self.sum_arrived(weights) if arrived is None else arrived
+        assert arrived is not None
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights.tensors, sums, stamp)).future
+            future = self._queue.put_task(lambda: self._copy_weights(weights.tensors, arrived, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             if has_begun := not future.cancel():
@@ -175,7 +168,6 @@ class TransformersRolloutEngine(Engine):
             rows = self.generator.generate_rows(
                 [job.row for job in jobs if job.row is not None],
                 jobs[0].request.sampling,
-                with_log_probs=jobs[0].request.with_log_probs,
                 aborted=lambda: [job.aborted for job in jobs],
             )
         except torch.AcceleratorError:
@@ -187,16 +179,8 @@ class TransformersRolloutEngine(Engine):
             self._retry_alone(jobs, error)
             return
         self._running = ()
-        self._batches_run += 1
         for job, row in zip(jobs, rows, strict=True):
-            completion = job.completion(
-                stamp,
-                finish_reason=row.end.name.lower(),
-                text=row.text,
-                token_ids=row.token_ids,
-                log_probs=row.log_probs,
-            )
-            self._book.finish(job, completion)
+            self._book.finish(job, job.completion(stamp, row))
 
     def _retry_alone(self, jobs: list[GenerationJob], error: Exception) -> None:
         if len(jobs) == 1:

@@ -16,7 +16,7 @@ import torch
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
-from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import TensorSpec
@@ -154,7 +154,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             finish_reason=choice.finish_reason,
             prompt_token_ids=tuple(response.prompt_token_ids[:num_prompt]),
             images_size=tuple((width, height) for width, height in response.images_size or ()),
-            log_probs=_log_probs(choice.logprobs) if request.with_log_probs else None,
+            log_probs=_log_probs(choice.logprobs) if request.sampling.logprobs else None,
             weight_version=stamp.version,
             run_id=stamp.run_id,
         )
@@ -182,15 +182,11 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         )
         return reports
 
-    async def reset_cache(self, kind: CacheKind) -> bool:
-        """False when vLLM could not, because a request still uses the cache."""
-        if kind is CacheKind.PREFIX:
-            return bool(await self.engine.reset_prefix_cache())
-        if kind is CacheKind.ENCODER:
-            await self.engine.reset_encoder_cache()
-        else:
-            await self.engine.reset_mm_cache()
-        return True
+    async def reset_caches(self) -> bool:
+        """Empties all that was computed with the weights; False when vLLM could not, as a request still uses it."""
+        await self.engine.reset_encoder_cache()
+        await self.engine.reset_mm_cache()
+        return bool(await self.engine.reset_prefix_cache())
 
     def shut_down(self, timeout_s: float) -> None:
         self.engine.shutdown(timeout=timeout_s)
@@ -213,17 +209,12 @@ def request_failure(error: Exception) -> Exception:
 
 def _request_config(request: GenerationRequest) -> RequestConfig:
     sampling = request.sampling
-    options = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_tokens": request.max_new_tokens,
-        "seed": request.seed,
-    }
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    options: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    options |= {"max_tokens": request.max_new_tokens, "seed": request.seed}
     given = {name: value for name, value in options.items() if value is not None}
     return RequestConfig(
-        **given, stop=list(sampling.stop), logprobs=request.with_log_probs, return_details=True
+        **given, stop=list(sampling.stop or ()), logprobs=bool(sampling.logprobs), return_details=True
     )
 
 

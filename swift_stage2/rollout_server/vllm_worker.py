@@ -12,7 +12,7 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
 
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, plain_pieces, untouched
+from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, untouched
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.tensors import checksums_by_name
 
@@ -51,13 +51,10 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
             )
             if fault == InstallFault.FLIP_ELEMENT:
                 next(model.parameters()).data.view(-1)[0] += 1
-        parameters = dict(model.named_parameters())
-        parts = trace.parts(read)
-        left_out = untouched(parts, parameters)
-        if left_out:
+        parameters, parts = dict(model.named_parameters()), trace.parts(read)
+        if left_out := untouched(parts, parameters):
             raise RuntimeError(
                 f"a push must reach every parameter of the engine, got num_left_out={len(left_out)}: "
                 f"{', '.join(left_out[:_MAX_SHOWN])}"
             )
-        pieces = held_pieces(parts, parameters.values())
-        return {"read": read, "pieces": plain_pieces(pieces)}
+        return {"read": read, "pieces": [list(piece) for piece in held_pieces(parts, parameters.values())]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import StrEnum
@@ -88,7 +88,6 @@ class WeightSlot:
         self._offered: WeightSource | None = None
         self._installing: WeightSource | None = None
         self._proof: WeightProof | None = None
-        self._num_inside = 0
         self._gate: Future[None] | None = None  # while it is shut
         self._unproven = False
         self._closed = False
@@ -102,7 +101,7 @@ class WeightSlot:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """One ``/infer/``, counted while it lasts.
+        """While one ``/infer/`` is submitted: the gate is not shut meanwhile.
 
         Raises:
             GateShut: weights are being installed.
@@ -118,13 +117,7 @@ class WeightSlot:
                     RefusalReason.UNPROVEN,
                     "the model holds weights that nobody vouches for; install others",
                 )
-            self._num_inside += 1
-        try:
             yield
-        finally:
-            with self._changed:
-                self._num_inside -= 1
-                self._changed.notify_all()
 
     def offer(self, offer: WeightOffer) -> OfferAnswer:
         """Has weights lie here, or come, in the place of those that were offered before.
@@ -149,17 +142,11 @@ class WeightSlot:
                 self._put(source)
             return answer
 
-    def install(
-        self,
-        wanted: InstallRequest,
-        given_up: threading.Event,
-        abort_pending: Callable[[], object] | None = None,
-    ) -> WeightProof:
+    def install(self, wanted: InstallRequest, given_up: threading.Event) -> WeightProof:
         """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
 
-        With the gate shut, ``abort_pending`` ends those calls inside that may be ended, and all are waited for. Once
-        ``given_up`` is set, its caller has gone: nothing is waited for or copied any more, and what is being copied
-        stays unproven.
+        With the gate shut, requests that may and shall be ended are, and all are waited for. Once ``given_up`` is set,
+        its caller has gone: nothing is waited for or copied any more, and what is being copied stays unproven.
 
         Raises:
             WeightsRefused: these weights were not offered, or others since.
@@ -171,14 +158,12 @@ class WeightSlot:
             proof = self._proof
             if proof is not None and (proof.run_id, proof.version) == name and not self._is_offered(name):
                 return proof
-            self._wait_until(
-                lambda: (
-                    not self._is_offered(name) or (self._installing is None and not self._engine.is_copying)
-                ),
-                end,
-                given_up,
-                "the install before this one must end within its time",
-            )
+            while self._is_offered(name) and (self._installing is not None or self._engine.is_copying):
+                self._require_wanted(given_up)
+                if (left_s := end - time.monotonic()) <= 0:
+                    raise InstallFailed("the install before this one must end within its time")
+                self._changed.wait(min(left_s, _GIVEN_UP_POLL_S))
+            self._require_wanted(given_up)
             offered = self._offered
             if offered is None or not self._is_offered(name):
                 raise WeightsRefused(
@@ -188,7 +173,7 @@ class WeightSlot:
                 )
             self._installing, self._offered = offered, None
         try:
-            return self._install(offered, wanted, end, given_up, abort_pending)
+            return self._install(offered, wanted, end, given_up)
         except Exception as error:
             _log.warning("version %d of run %s: %s", wanted.version, wanted.run_id, error)
             let_go_of_frames(error)  # they hold a learner's memory
@@ -272,24 +257,19 @@ class WeightSlot:
         return (self._offered.offer.run_id, self._offered.offer.version) == name
 
     def _install(
-        self,
-        offered: WeightSource,
-        wanted: InstallRequest,
-        end: float,
-        given_up: threading.Event,
-        abort_pending: Callable[[], object] | None,
+        self, offered: WeightSource, wanted: InstallRequest, end: float, given_up: threading.Event
     ) -> WeightProof:
         weights = offered.collect(end - time.monotonic(), given_up)
         arrived = self._engine.sum_arrived(weights)
         with self._shut_gate():
-            if abort_pending is not None:
-                abort_pending()
-            with self._changed:
-                self._wait_until(
-                    lambda: not self._num_inside,
-                    end,
-                    given_up,
-                    "completions in the making must end within the install's time",
+            if wanted.aborts:
+                self._engine.abort(only_abortable=True)
+            num_left = self._engine.settle(end - time.monotonic(), given_up)
+            self._require_wanted(given_up)
+            if num_left:
+                raise InstallFailed(
+                    f"completions in the making must end within the install's time, got num_running={num_left}; write "
+                    "rollout.sync.on_pending: abort, or a longer rollout.sync.timeout_s"
                 )
             stamp, left_s = WeightStamp(wanted.version, wanted.run_id), end - time.monotonic()
             try:
@@ -341,22 +321,10 @@ class WeightSlot:
         if gate is not None:
             gate.set_result(None)
 
-    def _wait_until(
-        self, is_true: Callable[[], bool], end: float, given_up: threading.Event, otherwise: str
-    ) -> None:
-        """Lets go of the lock meanwhile. Raises as ``install`` does, with ``otherwise`` at ``end``."""
-        while True:
-            self._require_running()
-            if given_up.is_set():
-                raise InstallFailed("the caller has gone before its weights were installed")
-            if is_true():
-                return
-            if (left_s := end - time.monotonic()) <= 0:
-                raise InstallFailed(
-                    f"{otherwise}, got num_running={self._num_inside} /infer/ calls; write rollout.sync.on_pending: "
-                    "abort, or a longer rollout.sync.timeout_s"
-                )
-            self._changed.wait(min(left_s, _GIVEN_UP_POLL_S))
+    def _require_wanted(self, given_up: threading.Event) -> None:
+        self._require_running()
+        if given_up.is_set():
+            raise InstallFailed("the caller has gone before its weights were installed")
 
     def _require_running(self) -> None:
         if self._closed:

@@ -17,8 +17,6 @@ from swift_stage2.rollout_server.vllm_weights import (
     CopiedPart,
     LoadTrace,
     held_pieces,
-    plain_pieces,
-    reported_pieces,
     resident_checksums,
     untouched,
 )
@@ -90,7 +88,7 @@ class LoadRecord:
             with trace:
                 loaded = load_weights(weights=list(given.items()), **rest)
             for part in trace.parts(read):
-                self._parts.setdefault(part.name, []).append(part)
+                self._parts.setdefault(part.piece.name, []).append(part)
         return loaded
 
     def take_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -106,7 +104,7 @@ class LoadRecord:
             "question": question,
             "arrived": self._arrived,
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
-            "pieces": plain_pieces(pieces),
+            "pieces": [list(piece) for piece in pieces],
             "left_out": untouched(parts, parameters) if self._arrived else [],
             "adapter": self._adapter,
             "errors": self._errors,
@@ -157,7 +155,8 @@ def _resident(reports: Sequence[Report]) -> dict[str, str]:
     """By name what one engine holds; a tied output layer, of which there is no copy, as what it is tied to."""
     read = _agreed([report["arrived"] for report in reports])
     shapes = {name: shape for report in reports for name, shape in report["shapes"].items()}
-    resident = resident_checksums(shapes, read, reported_pieces(reports))
+    pieces = [piece for report in reports for piece in report["pieces"]]
+    resident = resident_checksums(shapes, read, pieces)
     as_sent = {checksum for name, checksum in resident.items() if checksum == read[name]}
     tied = {
         name: checksum

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from sampled_packs import packed_gaps, sample_answers
 from test_vllm_engine import DEADLINE_S
 from waiting import wait_for
 
-from swift_stage2.rollout_server.engine import CacheKind
 from swift_stage2.servers.infer_wire import Completion
 
 
@@ -78,16 +78,6 @@ def test_so_they_do_in_bfloat16() -> None:
         compare_many(other, torch.bfloat16, compare_rollouts, 40)
 
 
-class _Forgetful:
-    """The resets of an engine, of which one kind is left out."""
-
-    def __init__(self, server: RunningServer, left_out: CacheKind | None) -> None:
-        self._reset, self._left_out = server.engine._generator.reset_cache, left_out
-
-    async def __call__(self, kind: CacheKind) -> bool:
-        return True if kind is self._left_out else bool(await self._reset(kind))
-
-
 def rests_after_an_install(server: RunningServer, seed: int) -> list[bool]:
     """Aborts rollouts by an install of other weights and asks for the rest; which the new weights alone have made."""
     LearnerRound(server, load_learner(seed=seed)).run()
@@ -122,15 +112,17 @@ def may_go_on(answer: Completion) -> bool:
     return answer.finish_reason == "abort" and MEDIA_IDS.isdisjoint(answer.token_ids)
 
 
-@pytest.mark.parametrize(("left_out", "seed"), [(None, 71), (CacheKind.PREFIX, 73), (CacheKind.ENCODER, 75)])
+@pytest.mark.parametrize(("left_out", "seed"), [(None, 71), ("prefix", 73), ("encoder", 75)])
 def test_the_rest_of_an_answer_is_made_by_the_new_weights_alone(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch, left_out: CacheKind | None, seed: int
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, left_out: str | None, seed: int
 ) -> None:
     """Without a reset of either cache it is not, so that this test would see it. The mm cache holds pixels.
 
     Weights and scenes differ each time: what a cache kept of an earlier test would be right by chance.
     """
-    monkeypatch.setattr(server.engine._generator, "reset_cache", _Forgetful(server, left_out))
+    if left_out is not None:
+        left = AsyncMock(return_value=True)
+        monkeypatch.setattr(server.engine._generator.engine, f"reset_{left_out}_cache", left)
     assert all(rests_after_an_install(server, seed)) == (left_out is None)
 
 

@@ -41,9 +41,9 @@ from live_server import (
 from test_infer import HOT, block_engine, wait_until_queued
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import GenerationRequest
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers.infer_wire import PREFIX, Completion
+from swift_stage2.servers.infer_wire import PREFIX, Completion, SamplingOptions
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 from swift_stage2.wire import ServerInfo
 
@@ -133,16 +133,14 @@ def test_answers_of_every_family_go_on_behind_their_images(family: str) -> None:
         device_map="cpu",
     )
     generator.prepare()
-    scenes, greedy, rng = draw_scenes(8, random.Random(2)), Sampling(temperature=0.0), random.Random(3)
+    scenes, greedy, rng = draw_scenes(8, random.Random(2)), SamplingOptions(temperature=0.0), random.Random(3)
 
     def answers(prefixes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         rows = [
             generator.encode_row(GenerationRequest(scene.request(), greedy, 24, prefix=prefix))
             for scene, prefix in zip(scenes, prefixes, strict=True)
         ]
-        made = generator.generate_rows(
-            rows, greedy, with_log_probs=False, aborted=lambda: [False] * len(rows)
-        )
+        made = generator.generate_rows(rows, greedy, aborted=lambda: [False] * len(rows))
         return [row.token_ids for row in made]
 
     wholes = answers([()] * len(scenes))
@@ -189,7 +187,7 @@ def test_a_resumed_call_draws_by_its_seed_and_its_prefix(server: RunningServer) 
     assert draw(3, [270, 271]) != draw(4, [270, 271])
     # Numbers that the first part was drawn with come again in no other part, even if the caller repeats its seed.
     requests = [
-        GenerationRequest({**text_request(), "images": []}, Sampling(), seed=3, prefix=prefix)
+        GenerationRequest({**text_request(), "images": []}, seed=3, prefix=prefix)
         for prefix in ((), (270,), (270, 271))
     ]
     assert len({server.engine.generator.encode_row(request).seed for request in requests}) == 3

@@ -66,13 +66,11 @@ def guarded(loaded_engine: TransformersRolloutEngine) -> Iterator[httpx.Client]:
 
 
 def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
-    gets = [wire.SERVER_INFO, wire.WORLD_SIZE, wire.STATE_KEYS]
+    gets = [wire.SERVER_INFO, wire.WORLD_SIZE]
     posts = [
         wire.INFER,
         wire.ENGINE_TYPE,
         wire.RESET_PREFIX_CACHE,
-        wire.RESET_ENCODER_CACHE,
-        wire.RESET_MM_CACHE,
         wire.WEIGHTS,
         wire.INSTALL,
     ]

@@ -14,7 +14,6 @@ from swift_stage2.rollout_server.engine import (
     EngineState,
     GenerationJob,
     GenerationRequest,
-    Sampling,
 )
 
 WAIT_S = 60.0
@@ -36,9 +35,6 @@ class SmallEngine(Engine):
         jobs = [GenerationJob(request) for request in requests]
         self._book.add(jobs)
         return jobs
-
-    def reset_cache(self, *_: Any) -> bool:
-        return True
 
     def install(self, *_: Any) -> Any: ...
 
@@ -72,7 +68,7 @@ def state_of(engine: Engine) -> tuple[EngineState, str]:
 
 
 def request() -> GenerationRequest:
-    return GenerationRequest({"messages": []}, Sampling())
+    return GenerationRequest({"messages": []})
 
 
 def test_it_loads_becomes_ready_and_ends(engines: list[Engine]) -> None:

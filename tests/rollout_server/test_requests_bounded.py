@@ -29,7 +29,7 @@ from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.errors import SampleError
-from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted
 from swift_stage2.rollout_server.swift_generator import decode_images
 from swift_stage2.servers.image_opening import FORMATS, open_image
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
@@ -69,7 +69,7 @@ def test_pictures_are_shrunk_one_by_one_as_the_template_would(
 ) -> None:
     generator, limit = server.engine.generator, 20_000
     request = GenerationRequest(
-        {**image_request(), "images": [base64_png(picture(shade, 640)) for shade in (10, 200)]}, Sampling()
+        {**image_request(), "images": [base64_png(picture(shade, 640)) for shade in (10, 200)]}
     )
     template = SimpleNamespace(max_pixels=limit)
     shrunk = decode_images(request, lambda: False, template)
@@ -133,7 +133,7 @@ def test_a_caller_with_too_large_a_body_hears_of_it_while_it_still_sends(
 
 def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: RunningServer) -> None:
     answers = iter([False, True])
-    request = GenerationRequest({**image_request(), "images": [base64_png(picture())] * 9}, Sampling())
+    request = GenerationRequest({**image_request(), "images": [base64_png(picture())] * 9})
     with pytest.raises(JobAborted):
         server.engine.generator.encode_row(request, lambda: next(answers))
 

@@ -15,7 +15,7 @@ from live_server import SharedFile
 from waiting import wait_for
 
 from swift_stage2.errors import InstallFailed
-from swift_stage2.rollout_server.engine import CacheKind, WeightStamp
+from swift_stage2.rollout_server.engine import WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.weight_source import OfferedWeights, WeightSource, open_learner_memory
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
@@ -48,7 +48,7 @@ class SlowGenerator:
         report = {"read": {"a": "sum"}, "pieces": []}
         return [report if why is None else {"unreadable": why} for why in self.unreadable]
 
-    async def reset_cache(self, kind: CacheKind) -> bool:
+    async def reset_caches(self) -> bool:
         return True
 
     def shut_down(self, timeout_s: float) -> None: ...
@@ -97,7 +97,7 @@ def install(
 ) -> None:
     """A round's last part; afterwards nothing of the round is kept."""
     try:
-        engine.install(source.collect(WAIT_S, NOBODY_LEAVES), stamp, timeout_s)
+        engine.install(source.collect(WAIT_S, NOBODY_LEAVES), stamp, timeout_s, None)
     finally:
         source.close()
         source.join(WAIT_S)
@@ -118,7 +118,7 @@ def test_memory_of_loads_that_timed_out_outlives_its_round_until_one_succeeds(
 ) -> None:
     generator.stuck = True
     for number in range(3):
-        with pytest.raises(InstallFailed, match="did not load within"):
+        with pytest.raises(InstallFailed, match="did not answer within"):
             install(engine, arrived(number), WeightStamp(1, "run"), 0.1)
     generator.stuck = False
     assert num_memory_files() == 3, "a worker may still open each of them"

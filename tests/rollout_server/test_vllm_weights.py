@@ -50,14 +50,13 @@ def load(
     drop_copies: bool = False,
     after: Callable[[FusedModel], None] = lambda model: None,
 ) -> dict[str, str]:
-    pieces = []
+    pieces, read = [], arrived(weights)
     for model in models:
         trace = LoadTrace(weights, drop_copies=drop_copies)
         with trace:
             model.load_weights(weights)
         after(model)
-        pieces += held_pieces(trace.parts(), model.parameters())
-    read = {name: checksum_tensor(tensor) for name, tensor in weights.items()}
+        pieces += held_pieces(trace.parts(read), model.parameters())
     return resident_checksums({name: tensor.shape for name, tensor in weights.items()}, read, pieces)
 
 
@@ -107,4 +106,4 @@ def test_parameters_that_nothing_was_copied_into_are_named() -> None:
     trace = LoadTrace(weights)
     with trace:
         model.load_weights({name: weights[name] for name in ("q", "columns")})
-    assert untouched(trace.parts(), dict(model.named_parameters())) == ["norm"]
+    assert untouched(trace.parts(arrived(weights)), dict(model.named_parameters())) == ["norm"]

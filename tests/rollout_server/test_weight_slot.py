@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -35,6 +36,14 @@ class EngineStandIn:
         self.is_copying = self.may_read = self.outlives = False
         self.copies, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
+        self.abort: Callable[..., object] = lambda **_: None
+        self.num_open = 0
+
+    def settle(self, timeout_s: float, given_up: threading.Event) -> int:
+        end = time.monotonic() + timeout_s
+        while self.num_open and not given_up.wait(0.01) and time.monotonic() < end:
+            pass
+        return self.num_open
 
     def sum_arrived(self, weights: OfferedWeights) -> None: ...
 
@@ -81,11 +90,10 @@ def install(
     run_id: str = "run",
     *,
     given_up: threading.Event | None = None,
-    abort: Callable[[], object] | None = None,
     **options: Any,
 ) -> WeightProof:
     request = InstallRequest(run_id, version, **{"checksums": SUMS, "timeout_s": WAIT_S} | options)
-    return slot.install(request, given_up or threading.Event(), abort)
+    return slot.install(request, given_up or threading.Event())
 
 
 def enter(slot: WeightSlot) -> None:
@@ -146,10 +154,9 @@ def test_a_newer_offer_replaces_an_older_one_whoever_made_it(
     slot: WeightSlot, engine: EngineStandIn, version: int, run_id: str
 ) -> None:
     """So nothing of a learner that died between its two calls stands in anybody's way."""
-    with slot.admission():
-        old = share(slot)
-        new = share(slot, version, run_id)
-        assert (old.num_mapped, new.num_mapped) == (0, 1)
+    old = share(slot)
+    new = share(slot, version, run_id)
+    assert (old.num_mapped, new.num_mapped) == (0, 1)
     if (version, run_id) != (7, "run"):
         assert refusal(lambda: install(slot)) is RefusalReason.NO_WEIGHTS
     assert install(slot, version, run_id).incarnation == "incarnation"
@@ -225,7 +232,7 @@ def test_weights_whose_sums_differ_are_served_to_nobody_until_others_are_install
     require_serving(slot)
 
 
-def break_abort() -> None:
+def break_abort(**_: Any) -> None:
     raise RuntimeError("the loop has ended")
 
 
@@ -243,14 +250,16 @@ def test_an_install_that_ends_before_its_copy_leaves_the_old_weights_serving(
 ) -> None:
     file, given_up = share(slot), threading.Event()
     options: dict[str, Any] = {"timeout_s": 0.5} if how == "time" else {}
-    with ThreadPoolExecutor(1) as learner, slot.admission():
-        installing = learner.submit(
-            install, slot, given_up=given_up, abort=break_abort if how == "abort" else None, **options
-        )
+    engine.num_open = 1
+    if how == "abort":
+        engine.abort, options = break_abort, {"on_pending": "abort"}
+    with ThreadPoolExecutor(1) as learner:
+        installing = learner.submit(install, slot, given_up=given_up, **options)
         if how in ("caller", "server"):
             wait_for(lambda: slot.state is SlotState.INSTALLING)
             opened = shut_gate(slot)
             given_up.set() if how == "caller" else slot.close()
+            engine.num_open = 0 if how == "server" else 1  # its requests end with it
             opened.result(WAIT_S)
         with pytest.raises(error, match=cause):
             installing.result(WAIT_S)
