@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from live_server import SharedFile
 from waiting import wait_for
 
 from swift_stage2.errors import InstallFailed
-from swift_stage2.rollout_server.engine import WeightStamp
+from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.weight_source import OfferedWeights, WeightSource, open_learner_memory
+from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
 from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
 
@@ -35,6 +38,7 @@ class SlowGenerator:
 
     def __init__(self) -> None:
         self.stuck = False
+        self.aborts: list[str] = []
         self.read: list[list[float]] = []
         self.unreadable: list[str | None] = [None]  # why, of each worker
 
@@ -47,6 +51,16 @@ class SlowGenerator:
         self.read.append(ReadSnapshot.open(path).tensors["a"].tolist())
         report = {"read": {"a": "sum"}, "pieces": []}
         return [report if why is None else {"unreadable": why} for why in self.unreadable]
+
+    async def answer(
+        self, request: GenerationRequest, name: str, stamp: WeightStamp, is_aborted: Callable[[], bool]
+    ) -> Completion:
+        while self.aborts.count(name) < 3:
+            await asyncio.sleep(0.001)
+        return GenerationJob(request).completion(stamp)
+
+    async def abort(self, name: str) -> None:
+        self.aborts.append(name)
 
     async def reset_caches(self) -> bool:
         return True
@@ -137,3 +151,23 @@ def test_workers_that_cannot_open_it_are_told_and_the_old_weights_are_whole_if_n
         install(engine, arrived(), WeightStamp(1, "run"))
     assert caught.value.torn == bool(num_readers)
     assert engine.stamp == WeightStamp()
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["by an install", "at the close"])
+def test_an_abort_is_repeated_until_vllm_has_heard_it_and_what_was_made_is_handed_over(
+    engine: VllmRolloutEngine, generator: SlowGenerator, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    stand_in = SimpleNamespace(EngineDeadError=ConnectionError, request_failure=lambda error: error)
+    monkeypatch.setitem(sys.modules, "swift_stage2.rollout_server.vllm_generator", stand_in)
+    spared, cut = engine.submit([GenerationRequest({}, may_abort=may_abort) for may_abort in (False, True)])
+    wait_for(lambda: len(engine._held) == 2)
+    assert engine.settle(0.1, NOBODY_LEAVES) == 2
+    if closes:
+        engine.close(WAIT_S)
+        assert (engine.settle(WAIT_S, NOBODY_LEAVES), spared.future.result(0).finish_reason) == (0, "abort")
+    else:
+        assert engine.abort(only_abortable=True) == 1
+        wait_for(cut.future.done)
+        assert engine.settle(0.1, NOBODY_LEAVES) == 1
+    assert cut.future.result(0).finish_reason == "abort"
+    assert len(set(generator.aborts)) == 1 + closes
