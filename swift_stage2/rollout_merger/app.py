@@ -18,7 +18,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.merger import Merger
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.call import ServerHttp
 from swift_stage2.servers.http_app import (
     HttpServer,
     bind,
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     api_key = os.environ.get(arguments.api_key_env) or None
     require_key(listener, api_key, is_insecure=True)
     merger = Merger(
-        upstream=ServerCaller(arguments.upstream, api_key=api_key),
+        upstream=ServerHttp(arguments.upstream, api_key=api_key),
         max_batch_size=arguments.max_batch_size,
         layout=SeedLayout(arguments.data_parallel_size, arguments.async_engine),
         timeout_s=arguments.upstream_timeout_s,
