@@ -207,7 +207,7 @@ class ServerHttp:
         """Reads to the end, or to the first byte over ``most_bytes``.
 
         Raises:
-            ProtocolError: a status that says nothing, an encoding that was not asked for, or an answer that is too long.
+            ProtocolError: a status that says nothing, an encoding not asked for, or an answer that is too long.
         """
         # A transport and not a client: that one keeps cookies.
         async with aclosing(httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)) as transport:

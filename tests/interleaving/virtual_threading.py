@@ -1,4 +1,4 @@
-"""Stands, for modules under test, in place of ``threading``, ``time``, ``concurrent.futures``, ``httpx.AsyncHTTPTransport``.
+"""Stands, for modules under test, in place of ``threading``, ``time``, ``concurrent.futures``, ``httpx``'s transport.
 
 Same semantics, on the strands of the run that is ``active``. Every acquire, release, wait, notify, set, start and
 sleep is a yield point. ``installed`` puts these names into the modules of the package and takes them out again.
