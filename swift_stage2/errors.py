@@ -129,7 +129,6 @@ class FaultKind(StrEnum):
     LATE = "late"  # no whole answer by the deadline; the server may still be at it
     STATUS = "status"  # an answer that says that the server did not do it
     UNUSABLE = "unusable"  # an answer that the wire does not allow
-    ENDED = "ended"  # this process is shutting down
 
 
 class ServerFault(Stage2Error):

@@ -18,7 +18,7 @@ from free_port import free_port as free_port
 from swift_stage2 import wire
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.merger import Merger
-from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.call import ServerHttp
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits
 
@@ -96,7 +96,7 @@ def live_merger(
 ) -> Iterator[LiveMerger]:
     url = upstream if isinstance(upstream, str) else upstream.url
     merger = Merger(
-        upstream=ServerCaller(url, api_key=api_key),
+        upstream=ServerHttp(url, api_key=api_key),
         max_batch_size=max_batch_size,
         layout=layout or SeedLayout(),
         timeout_s=timeout_s,

@@ -32,6 +32,7 @@ from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alon
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.runtime.output import say
 from swift_stage2.servers import infer_wire
+from swift_stage2.servers.call import run
 from swift_stage2.servers.session import Deadline
 
 _SEED = 1
@@ -116,7 +117,7 @@ class _Asking:
     """Calls, one after the other, that their deadline ended."""
 
     def run(self, rows: Sequence[TrueRow]) -> list[Prediction]:
-        asyncio.run(self._ask_all(rows))
+        run(self._ask_all(rows))
         if len(self.failures) == len(rows):
             raise ServerUnavailable(f"no row was answered, the first because: {self.failures[0]}")
         for told in self.failures[:_MOST_TOLD]:
@@ -142,7 +143,6 @@ class _Asking:
         finally:
             for call in out:
                 call.cancel()
-            await route.close()
 
     def _prepare(self, row: TrueRow) -> _AskedRow | None:
         size = (1, 1)

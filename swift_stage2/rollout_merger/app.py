@@ -18,7 +18,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.merger import Merger
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.call import ServerHttp
 from swift_stage2.servers.http_app import (
     HttpServer,
     bind,
@@ -28,8 +28,7 @@ from swift_stage2.servers.http_app import (
 from swift_stage2.servers.request_checks import add_limits, number_above_zero, read_limits
 
 _log = logging.getLogger(__name__)
-_LOOK_INTERVAL_S = 1.0
-_CONNECT_TIMEOUT_S = 2.0
+_WAYS = ("http", "https")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     api_key = os.environ.get(arguments.api_key_env) or None
     require_key(listener, api_key, is_insecure=True)
     merger = Merger(
-        upstream=ServerCaller(arguments.upstream, api_key=api_key),
+        upstream=ServerHttp(arguments.upstream, api_key=api_key),
         max_batch_size=arguments.max_batch_size,
         layout=SeedLayout(arguments.data_parallel_size, arguments.async_engine),
         timeout_s=arguments.upstream_timeout_s,
@@ -95,22 +94,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_upstream(arguments: argparse.Namespace) -> None:
-    url, example = arguments.upstream, "write it like http://127.0.0.1:8000"
+    url = arguments.upstream
     try:
         parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise UserError("--upstream must be a URL", got=f"{url!r} ({error})", remedy=example) from error
-    if "@" in url:
-        example = "give the key in the variable that --api-key-env names"
-    if (
-        url.rstrip("/") != f"{parts.scheme}://{parts.netloc}"
-        or "@" in url
-        or parts.scheme not in ("http", "https")
-    ):
-        got = repr(without_credentials(url))
-        raise UserError("--upstream must hold scheme, host and port only", got=got, remedy=example)
-    if port is None:
-        raise UserError("--upstream must hold the server's port", got=f"{url!r}", remedy=example)
-    if (parts.hostname, port) == (arguments.host, arguments.port):
+        host, port = parts.hostname, parts.port
+    except ValueError:  # no URL at all
+        host = port = None
+    if port is None or "@" in url or url.rstrip("/") not in (f"{way}://{parts.netloc}" for way in _WAYS):
+        raise UserError(
+            "--upstream must hold scheme, host and port only",
+            got=repr(without_credentials(url)),
+            remedy="write it like http://127.0.0.1:8000, and give the key in the variable that --api-key-env names",
+        )
+    if (host, port) == (arguments.host, arguments.port):
         raise UserError("the merger needs a port of its own", got=f"{port} for both", remedy="change --port")

@@ -1,9 +1,9 @@
 """The merger: the ``/infer/`` calls that wait leave as one POST, every other call alone, all in the order of arrival.
 
 Lives on one event loop; only what takes long is done on threads. The server is asked one thing at a time, for a caller
-alone: nothing of the merger's own can meet a sync round. What may not reach a server that opens what it is told to is
-refused: 413 too large, 422 no JSON, 500 naming the requests at fault. 502 says that the server is lost, 504 that it did
-not answer in time.
+alone: nothing of the merger's own can meet a push of weights. What may not reach a server that opens what it is told to
+is refused: 413 too large, 422 no JSON, 500 naming the requests at fault. 502 says that the server is lost, 504 that it
+did not answer in time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,15 +25,13 @@ from starlette.requests import ClientDisconnect
 from swift_stage2 import wire
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault, UpstreamLost, UpstreamTimeout
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, mergeable, split
-from swift_stage2.servers.call import Answer, ServerCaller
+from swift_stage2.servers.call import Answer, ServerHttp
 from swift_stage2.servers.http_app import BodyLimit, attend, failed_requests, make_app
 from swift_stage2.servers.infer_wire import most_infer_bytes
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 _log = logging.getLogger(__name__)
-_OK = 200
 _POSTS_REMEMBERED = 8
-_LONGEST_GATHER_S = 1.0
 _UPLOAD_TIMEOUT_S = 60.0
 
 GET_PATHS = (wire.WORLD_SIZE, wire.STATE_KEYS, wire.WEIGHT_SUMS)
@@ -61,11 +59,8 @@ class WaitingCall:
     path: str
     raw: bytes = b""
     body: InferBody | None = None
+    is_alone: bool = False  # a POST that it shared has failed
     answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,34 +70,32 @@ class Merger:
     A server that was lost after it had answered may have been started again with other weights, which a stock server
     does not tell. So all that waits fails, and ``/infer/`` is refused until a caller has loaded weights.
 
-    A POST waits ``return_share`` of the last one's duration, from ``gather_s`` to ``longest_gather_s``, for its callers
-    to return. Without that a caller that comes back a moment late is a POST behind for ever: small POSTs alternate with
-    large ones. Once as many callers are there as at most during the last POSTs, nothing is waited for.
+    A POST waits ``return_share`` of the last one's duration, ``longest_gather_s`` at most, for its callers to return.
+    Without that a caller that comes back a moment late is a POST behind for ever: small POSTs alternate with large
+    ones. Once as many callers are there as at most during the last POSTs, nothing is waited for.
     """
 
-    upstream: ServerCaller
+    upstream: ServerHttp
     timeout_s: float  # of one call to it
     max_batch_size: int
     layout: SeedLayout
     limits: RequestLimits = field(default_factory=RequestLimits)
     needs_weights: bool = False  # true of a server that has just been started again
-    gather_s: float = 0.004
     longest_gather_s: float = 0.25
     return_share: float = 0.1
 
     def __post_init__(self) -> None:
-        self._patience_s = self.gather_s
+        self._patience_s = 0.0
         self._num_callers: deque[int] = deque(maxlen=_POSTS_REMEMBERED)
         self._waiting: list[WaitingCall] = []
         self._uploads: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._is_closed = self._has_answered = False
-        self._is_lost = False  # since the latest answer
         self._last: dict[str, Any] | None = None  # how the latest call to the server ended
         self._running: dict[str, Any] | None = None
         self._num_posts = self._num_requests = 0
-        # Apart: the calls that settle and end a round must not wait for rollouts.
+        # Apart: the calls that settle and load weights must not wait for rollouts.
         self._bodies, self._control_bodies = (BodyLimit(self.limits.body_bytes) for _ in range(2))
 
     def app(self, api_key: str | None) -> FastAPI:
@@ -116,9 +109,10 @@ class Merger:
 
     def health(self) -> dict[str, Any]:
         """The server's last call, and how much waits; never waits for the server."""
+        status = "untried" if self._last is None else "ok" if self._last["answered"] else "lost"
         num_parts = sum(call.body is not None for call in self._waiting)
         return {
-            "status": self._status(),
+            "status": "needs_weights" if self.needs_weights and status != "lost" else status,
             "upstream": self.upstream.base_url,
             "last_call": self._last,
             "running": self._running,
@@ -131,8 +125,9 @@ class Merger:
     def close(self) -> None:
         """Fails what waits and cuts what runs, so that callers hear at once."""
         self._is_closed = True
-        self._fail_waiting(UpstreamLost("the merger ends"))
-        self.upstream.end()
+        if self._worker is not None:
+            self._worker.cancel()
+        self._fail(self._waiting, UpstreamLost("the merger ends"))
 
     # --- routes ---------------------------------------------------------------------------------
     async def _health(self) -> JSONResponse:
@@ -148,10 +143,8 @@ class Merger:
                 part = await asyncio.to_thread(self._read, raw)
                 if isinstance(part, Response):
                     return part
-                if isinstance(part, InferBody):
-                    call = self._put(WaitingCall("POST", wire.INFER, body=part))
-                else:
-                    call = self._put(WaitingCall("POST", wire.INFER, part))
+                content = {"body": part} if isinstance(part, InferBody) else {"raw": part}
+                call = self._put(WaitingCall("POST", wire.INFER, **content))
             finally:
                 self._uploads.discard(arrival)
                 arrival.set_result(None)
@@ -212,28 +205,30 @@ class Merger:
             started = time.monotonic()
             try:
                 await self._serve(calls)
+            except (UpstreamLost, UpstreamTimeout) as error:
+                self._fail(calls, error)
+            except asyncio.CancelledError:
+                self._fail(calls, UpstreamLost("the merger ends"))
+                raise
             except Exception as error:  # top of the task: its end would leave every caller waiting
                 _log.exception("a call failed in the merger itself")
-                for call in calls:
-                    call.fail(error)
+                self._fail(calls, error)
             if calls[0].body is not None:
-                wanted_s = self.return_share * (time.monotonic() - started)
-                self._patience_s = max(self.gather_s, min(self.longest_gather_s, wanted_s))
+                self._patience_s = min(
+                    self.longest_gather_s, self.return_share * (time.monotonic() - started)
+                )
                 self._num_callers.append(len(calls) + sum(call.body is not None for call in self._waiting))
 
     async def _gather(self) -> None:
-        end = time.monotonic() + _LONGEST_GATHER_S
-        while self._may_grow() and (left_s := end - time.monotonic()) > 0:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(min(self._patience_s, left_s)):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience_s):
+                while self._may_grow():
+                    self._changed.clear()
                     await self._changed.wait()  # deadline: the time-out around it
-            except TimeoutError:
-                return
 
     def _may_grow(self) -> bool:
         """Whether what is still to come could join the calls that wait: not behind another, nor past the limit."""
-        bodies = [call.body for call in self._waiting if call.body is not None]
+        bodies = [call.body for call in self._waiting if call.body is not None and not call.is_alone]
         if not bodies or len(bodies) < len(self._waiting):
             return False
         is_enough = bool(self._num_callers) and len(bodies) >= max(self._num_callers)
@@ -244,82 +239,60 @@ class Merger:
         taken: list[WaitingCall] = []
         num_requests = 0
         for call in self._waiting:
-            if call.body is None:
+            if call.body is None or call.is_alone:
                 taken = taken or [call]
                 break
-            oldest = taken[0].body if taken else call.body
             fits = not taken or num_requests + len(call.body.requests) <= self.max_batch_size
-            if fits and oldest is not None and call.body.key == oldest.key:
+            if fits and (not taken or taken[0].body is None or call.body.key == taken[0].body.key):
                 taken.append(call)
                 num_requests += len(call.body.requests)
         self._waiting = [call for call in self._waiting if call not in taken]
         return taken
 
+    @staticmethod
+    def _fail(calls: Sequence[WaitingCall], error: Exception) -> None:
+        for call in calls:
+            if not call.answer.done():  # else its caller has gone
+                call.answer.set_exception(error)
+
     # --- the server -----------------------------------------------------------------------------
-    async def _serve(self, calls: Sequence[WaitingCall]) -> bool:
+    async def _serve(self, calls: Sequence[WaitingCall]) -> None:
         """One POST for all; after an error answer one for each, so that only the one at fault sees the error.
 
-        False if the server is lost to them.
+        Raises:
+            UpstreamLost, UpstreamTimeout: there is no answer for any of them.
         """
         if self.needs_weights and calls[0].path == wire.INFER:
-            for call in calls:
-                call.fail(
-                    UpstreamLost(
-                        "the server was lost and may hold other weights since; it is asked again after a round"
-                    )
-                )
-            return True
-        try:
-            replies = await self._ask(calls)
-        except UpstreamLost as error:
-            if not self._is_lost:
-                _log.warning("the server is lost, or not there yet: %s", error)
-            self._is_lost = True
-            self.needs_weights |= self._has_answered
-            self._waiting = [*calls, *self._waiting]
-            self._fail_waiting(error)
-            return False
-        except UpstreamTimeout as error:
-            _log.warning("%s", error)
-            for call in calls:
-                call.fail(error)
-            return False
-        if replies is None:
-            _log.info("%d calls are asked one by one", len(calls))
-            is_there = True
-            for call in calls:
-                if not is_there:
-                    call.fail(UpstreamLost("the server is lost, or late"))
-                elif not call.answer.done():  # its caller has gone
-                    is_there = await self._serve([call])
-            return is_there
-        for call, reply in zip(calls, replies, strict=True):
-            if not call.answer.done():
-                call.answer.set_result(reply)
-        if calls[0].path == wire.PROCESS_WEIGHTS and replies[0].is_good:
-            self.needs_weights = False
-        return True
-
-    async def _ask(self, calls: Sequence[WaitingCall]) -> list[Answer] | None:
-        """A reply for each; None when the server has no good answer to all of them together."""
+            raise UpstreamLost(
+                "the server was lost and may hold other weights since; it is asked again after a round"
+            )
         bodies = [call.body for call in calls if call.body is not None]
         if not bodies:
-            return [
+            answers = [
                 await self._forward(calls[0].method, calls[0].path, calls[0].raw, wire.MOST_CONTROL_BYTES)
             ]
-        num_requests = sum(len(body.requests) for body in bodies)
-        raw = await asyncio.to_thread(merge, bodies)
-        most_bytes = most_infer_bytes(num_requests, bodies[0].max_tokens)
-        reply = await self._forward("POST", wire.INFER, raw, most_bytes, num_requests)
-        if reply.is_good:
-            try:
-                return [
-                    Answer(_OK, part)
-                    for part in await asyncio.to_thread(split, reply.body, bodies, self.layout)
-                ]
-            except ProtocolError as error:
-                reply = _error_answer(error)
-        return [reply] if len(calls) == 1 else None
+        else:
+            num_requests = sum(len(body.requests) for body in bodies)
+            raw = await asyncio.to_thread(merge, bodies)
+            most_bytes = most_infer_bytes(num_requests, bodies[0].max_tokens)
+            reply = await self._forward("POST", wire.INFER, raw, most_bytes, num_requests)
+            answers = [reply]
+            if reply.is_good:
+                try:
+                    parts = await asyncio.to_thread(split, reply.body, bodies, self.layout)
+                    answers = [Answer(reply.status, part) for part in parts]
+                except ProtocolError as error:
+                    answers = [_error_answer(error)]
+        if len(answers) < len(calls):
+            _log.info("%d calls are asked one by one", len(calls))
+            for call in calls:
+                call.is_alone = True
+            self._waiting[:0] = [call for call in calls if not call.answer.done()]
+            return
+        for call, answer in zip(calls, answers, strict=True):
+            if not call.answer.done():
+                call.answer.set_result(answer)
+        self.needs_weights &= not (calls[0].path == wire.PROCESS_WEIGHTS and answers[0].is_good)
 
     async def _forward(
         self, method: str, path: str, raw: bytes, most_bytes: int, num_requests: int = 0
@@ -328,44 +301,32 @@ class Merger:
         self._running = {"path": path, "num_requests": num_requests}
         self._num_posts += num_requests > 0
         self._num_requests += num_requests
-        answered, detail = False, ""
+        was_lost = self.health()["status"] == "lost"
+        answered, detail = False, "cut"
         try:
-            reply = await asyncio.to_thread(self._call, method, path, raw, most_bytes)
+            reply = await self.upstream.call(
+                method, path, raw, timeout_s=self.timeout_s, most_bytes=most_bytes + len(raw)
+            )
             answered, detail = True, f"status {reply.status}"
             return reply
-        except (UpstreamLost, UpstreamTimeout) as error:
-            detail = str(error)
-            raise
+        except ServerFault as fault:
+            answered, detail = fault.kind is FaultKind.UNUSABLE, str(fault)  # if it is, the server is there
+            if answered:
+                return _error_answer(fault)
+            if fault.kind is FaultKind.LATE:
+                _log.warning("%s", fault)
+                raise UpstreamTimeout(f"{fault}; upstream_timeout_s={self.timeout_s:g}") from fault
+            if not was_lost:
+                _log.warning("the server is lost, or not there yet: %s", fault)
+            self.needs_weights |= self._has_answered
+            waiting, self._waiting = self._waiting, []
+            lost = UpstreamLost(detail)
+            self._fail(waiting, lost)
+            raise lost from fault
         finally:
             self._running = None
             self._last = {"path": path, "answered": answered, "detail": detail}
             self._has_answered |= answered
-            self._is_lost &= not answered
-
-    def _call(self, method: str, path: str, raw: bytes, most_bytes: int) -> Answer:
-        try:
-            most_bytes += len(raw)
-            return self.upstream.call(
-                method, path, raw, timeout_s=self.timeout_s, most_bytes=most_bytes, headers={}
-            )
-        except ServerFault as fault:
-            if fault.kind is FaultKind.UNUSABLE:  # the server is there
-                return _error_answer(fault)
-            if fault.kind is FaultKind.LATE:
-                raise UpstreamTimeout(f"{fault}; upstream_timeout_s={self.timeout_s:g}") from fault
-            raise UpstreamLost(str(fault)) from fault
-
-    def _fail_waiting(self, error: Exception) -> None:
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            call.fail(error)
-
-    def _status(self) -> str:
-        if self._last is not None and not self._last["answered"]:
-            return "lost"
-        if self.needs_weights:
-            return "needs_weights"
-        return "untried" if self._last is None else "ok"
 
 
 def _error_answer(error: Exception) -> Answer:

@@ -1,19 +1,20 @@
 """HTTP calls to one server: an answer or a ``ServerFault``, whatever the server does.
 
-The only place that talks to rollout servers. One deadline holds for the whole call; every call has a connection of
-its own, so that an idle one that the server closed cannot be mistaken for a server that was lost. No cookie is kept,
-no redirect followed, no proxy of the environment used, and the key is never shown. Whatever a server says is data:
-the size limit holds for what arrives, no encoding is unfolded, and the charset that it claims is ignored. Used by
-the rollout client, the control session and the merger.
+The only place that talks to rollout servers: on the caller's event loop, or through ``run`` where there is none. One
+deadline holds for the whole call, and a call that is cancelled closes its connection; every call has one of its own, so
+that an idle one that the server closed cannot be mistaken for a server that was lost. No cookie is kept, no redirect
+followed, no proxy of the environment used, and the key is never shown. Whatever a server says is data: the size limit
+holds for what arrives, no encoding is unfolded, and the charset that it claims is ignored.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,11 +30,8 @@ _REFUSED_KEYS = (401, 403)
 _QUOTED_CHARACTERS = 500
 _QUOTED_OF_STRANGERS = 120  # of what is no JSON: the page of another program
 _CONNECT_TIMEOUT_S = 10.0
-# httpx raises these, and the resolver the last for a host name that is none.
-FOREIGN_ERRORS = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 _STATUSES = range(200, 600)
 _OK = 200
-NOT_WAITED_FOR = "the answer is not waited for any more"
 _JSON = "application/json"
 
 ReplyT = TypeVar("ReplyT")
@@ -52,10 +50,6 @@ class Answer:
         """Whether the server says that it did what was asked."""
         return self.status == _OK
 
-    def record(self) -> Any:
-        """The body as JSON. Raises ProtocolError: it is none."""
-        return wire.parse_json(self.body)
-
     def quote(self, num_characters: int) -> str:
         """The body's beginning as one line that any log can hold."""
         text = " ".join(self.body[: 4 * num_characters].decode("utf-8", errors="replace").split())
@@ -63,47 +57,42 @@ class Answer:
         return shown if len(shown) <= num_characters else f"{shown[:num_characters]}…"
 
 
-class CuttableCall:
-    """A call that another thread can end: httpx limits each read, this the whole call.
+class CallLoop(asyncio.SelectorEventLoop):
+    """An event loop that resolves each name on a thread of its own, so that nothing waits for a resolver that hangs."""
 
-    Learns the call's socket from httpx's ``trace`` extension and shuts it down, whatever the reading thread waits for.
-    The first cause is kept; a finished call is left alone.
-    """
+    async def getaddrinfo(self, host: Any, port: Any, **options: int) -> Any:
+        """As asyncio's. Raises OSError or UnicodeError: there is no such name."""
+        found = self.create_future()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._cause: FaultKind | None = None
-        self._finished = False
+        def settle(addresses: Any, error: Exception | None) -> None:
+            if found.done():  # nobody waits for it any more
+                return
+            if error is None:
+                found.set_result(addresses)
+            else:
+                found.set_exception(error)
 
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """For httpx's ``extensions={"trace": ...}``."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with self._lock:
-                self._socket = info["return_value"].get_extra_info("socket")
-                self._shut_if_cut()
+        def resolve() -> None:
+            addresses, error = None, None
+            try:
+                addresses = socket.getaddrinfo(host, port, **options)
+            except Exception as caught:  # top of a thread; raised where the name is waited for
+                error = caught
+            with suppress(RuntimeError):  # the loop is closed
+                self.call_soon_threadsafe(settle, addresses, error)
 
-    def cut(self, cause: FaultKind) -> None:
-        """Ends the call; may come from any thread."""
-        with self._lock:
-            if not self._finished and self._cause is None:
-                self._cause = cause
-                self._shut_if_cut()
-
-    def finish(self) -> FaultKind | None:
-        """Marks the call as over and says what it was cut for, if it was."""
-        with self._lock:
-            self._finished = True
-            return self._cause
-
-    def _shut_if_cut(self) -> None:
-        if self._cause is not None and self._socket is not None:
-            with suppress(OSError):  # the peer may have closed it already
-                self._socket.shutdown(socket.SHUT_RDWR)
+        threading.Thread(target=resolve, name=f"resolves {host}", daemon=True).start()
+        return await found  # deadline: the call's
 
 
-class ServerAddress:
-    """One server's address with its key: what every call to it has in common."""
+def run(work: Coroutine[Any, Any, ReplyT]) -> ReplyT:
+    """The result of ``work``, for a caller without an event loop."""
+    with asyncio.Runner(loop_factory=CallLoop) as runner:
+        return runner.run(work)
+
+
+class ServerHttp:
+    """One server's address with its key, and the calls to it, which may run at once."""
 
     def __init__(
         self, base_url: str, *, api_key: str | None, connect_timeout_s: float = _CONNECT_TIMEOUT_S
@@ -122,96 +111,11 @@ class ServerAddress:
         }
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        # Loading certificates that plain HTTP never uses takes 40 ms.
+        is_https = urlsplit(self.base_url).scheme == "https"
+        self._tls = httpx.create_ssl_context(verify=is_https, trust_env=False)
 
-    @property
-    def is_https(self) -> bool:
-        """Loading certificates that plain HTTP never uses takes 40 ms."""
-        return urlsplit(self.base_url).scheme == "https"
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        content: bytes,
-        timeout_s: float,
-        *,
-        headers: Mapping[str, str],
-        extensions: Mapping[str, Any],
-    ) -> httpx.Request:
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
-        return httpx.Request(
-            method,
-            f"{self.base_url}{path}",
-            headers={**self._headers, **headers},
-            content=content,
-            extensions={"timeout": timeout.as_dict(), **extensions},
-        )
-
-    def record_of(self, path: str, answer: Answer) -> Any:
-        """The JSON of a good answer. Raises ServerFault: it is no good one; with its status and record."""
-        try:
-            record = answer.record()
-        except ProtocolError as error:
-            if answer.is_good:
-                text = f"the reply is not JSON: {answer.quote(_QUOTED_OF_STRANGERS)!r} ({error})"
-                raise self.fault(path, text, FaultKind.UNUSABLE) from error
-            record = None
-        if answer.is_good:
-            return record
-        refuses_key = answer.status in _REFUSED_KEYS
-        quoted = answer.quote(_QUOTED_OF_STRANGERS if record is None else _QUOTED_CHARACTERS)
-        text = f"status {answer.status}: {quoted}{_KEY_HINT if refuses_key else ''}"
-        raise self.fault(
-            path, text, FaultKind.STATUS, status=answer.status, record=record, refuses_key=refuses_key
-        )
-
-    def without_key(self, text: str) -> str:
-        """``text`` as it may be shown: a server may quote the header that it refuses."""
-        return text.replace(self._api_key, "***") if self._api_key else text
-
-    def why_not(
-        self, path: str, cause: Exception | None, cut: FaultKind | None, timeout_s: float
-    ) -> ServerFault:
-        """Why there is no answer: ``cause`` was raised, or the call was ``cut``."""
-        if cut is FaultKind.ENDED:
-            return self.fault(path, "this process is shutting down", cut)
-        if cut is FaultKind.LOST:
-            return self.fault(path, NOT_WAITED_FOR, cut)
-        told = f"{type(cause).__name__}: {cause}"
-        match cause:
-            case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
-                system = _system_error(cause)
-                remedy = f"; {http_remedy(system)}" if system is not None else ""
-                return self.fault(path, told + remedy, FaultKind.UNREACHABLE)
-            case _ if cut is FaultKind.LATE or isinstance(cause, httpx.TimeoutException):
-                return self.fault(
-                    path, f"no whole answer in time, got timeout_s={timeout_s:.3f}", FaultKind.LATE
-                )
-            case ProtocolError():
-                return self.fault(path, str(cause), FaultKind.UNUSABLE)
-            case _:
-                return self.fault(path, told, FaultKind.LOST)
-
-    def fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
-        return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
-
-
-class ServerCaller(ServerAddress):
-    """The way to one server. ``call`` and ``ask`` may run on several threads at once."""
-
-    def __init__(
-        self, base_url: str, *, api_key: str | None, connect_timeout_s: float = _CONNECT_TIMEOUT_S
-    ) -> None:
-        super().__init__(base_url, api_key=api_key, connect_timeout_s=connect_timeout_s)
-        self._lock = threading.Lock()
-        self._ended = False
-        self._calls: set[CuttableCall] = set()  # in progress
-        # A transport and not a client: that one keeps cookies.
-        self._transport = httpx.HTTPTransport(
-            verify=self.is_https, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
-        )
-
-    def ask(
+    async def ask(
         self,
         method: str,
         path: str,
@@ -220,29 +124,33 @@ class ServerCaller(ServerAddress):
         timeout_s: float,
         most_bytes: int,
         headers: Mapping[str, str] | None = None,
-        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Any:
         """The JSON of a good answer, which may have ``most_bytes`` beyond those that were sent: servers echo.
-
-        ``is_wanted`` as in ``call``.
 
         Raises:
             ServerFault: there is none. Of an answer with another status it carries status and record.
         """
         content = b"" if body is None else json.dumps(body).encode()
-        most_bytes += len(content)
-        answer = self.call(
-            method,
-            path,
-            content,
-            timeout_s=timeout_s,
-            most_bytes=most_bytes,
-            headers=headers or {},
-            is_wanted=is_wanted,
+        answer = await self.call(
+            method, path, content, timeout_s=timeout_s, most_bytes=most_bytes + len(content), headers=headers
         )
-        return self.record_of(path, answer)
+        try:
+            record = wire.parse_json(answer.body)
+        except ProtocolError as error:
+            if answer.is_good:
+                text = f"the reply is not JSON: {answer.quote(_QUOTED_OF_STRANGERS)!r} ({error})"
+                raise self._fault(path, text, FaultKind.UNUSABLE) from error
+            record = None
+        if answer.is_good:
+            return record
+        refuses_key = answer.status in _REFUSED_KEYS
+        quoted = answer.quote(_QUOTED_OF_STRANGERS if record is None else _QUOTED_CHARACTERS)
+        text = f"status {answer.status}: {quoted}{_KEY_HINT if refuses_key else ''}"
+        raise self._fault(
+            path, text, FaultKind.STATUS, status=answer.status, record=record, refuses_key=refuses_key
+        )
 
-    def call(
+    async def call(
         self,
         method: str,
         path: str,
@@ -250,96 +158,101 @@ class ServerCaller(ServerAddress):
         *,
         timeout_s: float,
         most_bytes: int,
-        headers: Mapping[str, str],
-        is_wanted: Callable[[], bool] = lambda: True,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """A whole answer of any status.
-
-        Whoever lets ``is_wanted`` say no before it calls ``give_up`` meets every call: one that is in progress is cut,
-        one that was still to leave does not.
 
         Raises:
             ServerFault: no answer by the deadline, or none that HTTP or ``most_bytes`` allows.
         """
-        call = CuttableCall()
-        with self._lock:
-            if self._ended:
-                raise self.fault(path, "this process is shutting down", FaultKind.ENDED)
-            if not is_wanted():  # asked under the lock: ``give_up`` has come, or will find the call
-                raise self.fault(path, NOT_WAITED_FOR, FaultKind.LOST)
-            self._calls.add(call)
-        # httpx limits each read; the timer limits the call, also against a server that trickles.
-        timer = threading.Timer(timeout_s, call.cut, (FaultKind.LATE,))
-        timer.daemon = True
-        timer.start()
-        cause: Exception | None = None
+        connected: list[socket.socket] = []
+
+        async def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                connected.append(info["return_value"].get_extra_info("socket"))
+
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         try:
-            request = self.request(
-                method, path, content, timeout_s, headers=headers, extensions={"trace": call.trace}
-            )
-            response = self._transport.handle_request(request)
-            assert isinstance(response.stream, httpx.SyncByteStream)
-            with closing(response.stream):
-                answer = read_answer(response, response.stream, most_bytes)
-        except (*FOREIGN_ERRORS, ProtocolError) as error:
-            cause = error
+            async with asyncio.timeout(timeout_s):  # httpx limits each read, this the whole call
+                request = httpx.Request(
+                    method,
+                    f"{self.base_url}{path}",
+                    headers={**self._headers, **(headers or {})},
+                    content=content,
+                    extensions={"timeout": timeout.as_dict(), "trace": trace},
+                )
+                answer = await self._answer(request, most_bytes)
+                connected.clear()
+                return answer
+        except (TimeoutError, ProtocolError, httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            # The last is the resolver's word for a host name that is none.
+            raise self._fault_of(path, error, timeout_s, is_connected=bool(connected)) from error
         finally:
-            timer.cancel()
-            with self._lock:
-                self._calls.discard(call)
-        cut = call.finish()
-        if cause is None and cut is None:  # a cut also shows as the end of a reply without a length
-            return answer
-        raise self.why_not(path, cause, cut, timeout_s) from cause
+            for each in connected:  # a process that was forked meanwhile holds it open as well
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
 
     def read(self, path: str, parse: Callable[[Any], ReplyT], reply: Any) -> ReplyT:
         """An answer of ``path`` as ``parse`` reads it. Raises ServerFault for what the wire has not."""
         try:
             return parse(reply)
         except ProtocolError as error:
-            raise self.fault(path, str(error), FaultKind.UNUSABLE) from error
+            raise self._fault(path, str(error), FaultKind.UNUSABLE) from error
 
-    def end(self) -> None:
-        """Ends the calls in progress and refuses later ones. Idempotent."""
-        with self._lock:
-            self._ended = True
-            for call in self._calls:
-                call.cut(FaultKind.ENDED)
+    def without_key(self, text: str) -> str:
+        """``text`` as it may be shown: a server may quote the header that it refuses."""
+        return text.replace(self._api_key, "***") if self._api_key else text
 
-    def give_up(self) -> None:
-        """Ends the calls in progress as lost; later ones go on."""
-        with self._lock:
-            for call in self._calls:
-                call.cut(FaultKind.LOST)
+    async def _answer(self, request: httpx.Request, most_bytes: int) -> Answer:
+        """Reads to the end, or to the first byte over ``most_bytes``.
 
-    def close(self) -> None:
-        """Frees what the last calls used. Idempotent."""
-        self._transport.close()
+        Raises:
+            ProtocolError: a status that says nothing, an encoding not asked for, or an answer that is too long.
+        """
+        # A transport and not a client: that one keeps cookies.
+        async with aclosing(httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)) as transport:
+            response = await transport.handle_async_request(request)
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            async with aclosing(response.stream) as stream:
+                if response.status_code not in _STATUSES:
+                    raise ProtocolError(
+                        f"an answer must have a status from 200 to 599, got status={response.status_code}"
+                    )
+                encoding = response.headers.get("Content-Encoding", "")
+                if encoding.strip().lower() not in ("", "identity"):  # few bytes can become many
+                    raise ProtocolError(
+                        f"an answer must be as it is, got content_encoding={encoding[:40]!r}; is a proxy in between?"
+                    )
+                body = bytearray()
+                async for chunk in stream:
+                    body += chunk
+                    if len(body) > most_bytes:
+                        raise ProtocolError(
+                            f"an answer must have at most {most_bytes} bytes for what was asked, got more; its rest "
+                            "was not read"
+                        )
+        is_json = response.headers.get("Content-Type", "").partition(";")[0].strip().lower() == _JSON
+        return Answer(response.status_code, bytes(body), _JSON if is_json else "text/plain")
 
+    def _fault_of(self, path: str, error: Exception, timeout_s: float, *, is_connected: bool) -> ServerFault:
+        """Why there is no answer."""
+        late = f"no whole answer in time, got timeout_s={timeout_s:.3f}"
+        match error:
+            case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
+                system = _system_error(error)
+                remedy = f"; {http_remedy(system)}" if system is not None else ""
+                return self._fault(path, f"{type(error).__name__}: {error}{remedy}", FaultKind.UNREACHABLE)
+            case TimeoutError() if not is_connected:
+                return self._fault(path, late, FaultKind.UNREACHABLE)
+            case TimeoutError() | httpx.TimeoutException():
+                return self._fault(path, late, FaultKind.LATE)
+            case ProtocolError():
+                return self._fault(path, str(error), FaultKind.UNUSABLE)
+            case _:
+                return self._fault(path, f"{type(error).__name__}: {error}", FaultKind.LOST)
 
-def read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: int) -> Answer:
-    """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
-
-    Raises:
-        ProtocolError: a status that says nothing, an encoding that was not asked for, or an answer that is too long.
-    """
-    status = response.status_code
-    if status not in _STATUSES:
-        raise ProtocolError(f"an answer must have a status from 200 to 599, got status={status}")
-    encoding = response.headers.get("Content-Encoding", "")
-    if encoding.strip().lower() not in ("", "identity"):  # not asked for, and few bytes can become many
-        raise ProtocolError(
-            f"an answer must be as it is, got content_encoding={encoding[:40]!r}; is a proxy in between?"
-        )
-    body = bytearray()
-    for chunk in chunks:
-        body += chunk
-        if len(body) > most_bytes:
-            raise ProtocolError(
-                f"an answer must have at most {most_bytes} bytes for what was asked, got more; its rest was not read"
-            )
-    is_json = response.headers.get("Content-Type", "").partition(";")[0].strip().lower() == _JSON
-    return Answer(status, bytes(body), _JSON if is_json else "text/plain")
+    def _fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
+        return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

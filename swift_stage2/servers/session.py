@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from swift_stage2 import wire
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.call import ServerHttp, run
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404
@@ -38,8 +38,8 @@ class Deadline:
         return self._clock() >= self._end
 
 
-class ServerSession(ServerCaller):
-    """Control connection to one server."""
+class ServerSession(ServerHttp):
+    """Control calls to one server, each waited for; a context manager that holds nothing between them."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, must_be_ours: bool = False) -> None:
         """``must_be_ours``: the server was ours before, so that an answer as a stock one gives it is a fault."""
@@ -49,8 +49,7 @@ class ServerSession(ServerCaller):
     def __enter__(self) -> ServerSession:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None: ...
 
     @property
     def host(self) -> str:
@@ -90,20 +89,19 @@ class ServerSession(ServerCaller):
 
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""
-        return self.ask("GET", path, timeout_s=deadline.remaining_s(), most_bytes=wire.MOST_CONTROL_BYTES)
+        return self._ask_now("GET", path, None, deadline)
 
     def post(
         self, path: str, body: Any, deadline: Deadline, *, headers: Mapping[str, str] | None = None
     ) -> Any:
         """Body of a POST's reply. Raises ServerFault as ``info`` does."""
-        return self.ask(
-            "POST",
-            path,
-            body,
-            timeout_s=deadline.remaining_s(),
-            most_bytes=wire.MOST_CONTROL_BYTES,
-            headers=headers,
-        )
+        return self._ask_now("POST", path, body, deadline, headers)
+
+    def _ask_now(
+        self, method: str, path: str, body: Any, deadline: Deadline, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        timeout_s, most_bytes = deadline.remaining_s(), wire.MOST_CONTROL_BYTES
+        return run(self.ask(method, path, body, timeout_s=timeout_s, most_bytes=most_bytes, headers=headers))
 
 
 def reset_cache(session: ServerSession, path: str, deadline: Deadline) -> bool:

@@ -5,7 +5,7 @@ Named to vLLM as ``worker_extension_cls``; imported in the workers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,17 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload
 
 from swift_stage2.stock_proof.load_record import LoadRecord, Report
+
+
+def _noted(name: str, around: str) -> Callable[..., None]:
+    """ms-swift's method inside of our context ``around``."""
+    method = getattr(WeightSyncWorkerExtension, name)
+
+    def call(worker: Any, *args: Any, **kwargs: Any) -> None:
+        with getattr(worker, around)(name):
+            method(worker, *args, **kwargs)
+
+    return call
 
 
 class WeightSumsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
@@ -23,21 +34,10 @@ class WeightSumsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
         with self._stage2_record().noting("init_communicator"):
             super().init_communicator(*args, **kwargs)
 
-    def update_named_param(self, *args: Any, **kwargs: Any) -> None:
-        with self._stage2_loading("update_named_param"):
-            super().update_named_param(*args, **kwargs)
-
-    def update_flattened_params(self, *args: Any, **kwargs: Any) -> None:
-        with self._stage2_loading("update_flattened_params"):
-            super().update_flattened_params(*args, **kwargs)
-
-    def update_adapter_flattened_param(self, *args: Any, **kwargs: Any) -> None:
-        with self._stage2_adding("update_adapter_flattened_param"):
-            super().update_adapter_flattened_param(*args, **kwargs)
-
-    def update_adapter_param(self, *args: Any, **kwargs: Any) -> None:
-        with self._stage2_adding("update_adapter_param"):
-            super().update_adapter_param(*args, **kwargs)
+    update_named_param = _noted("update_named_param", "_stage2_loading")
+    update_flattened_params = _noted("update_flattened_params", "_stage2_loading")
+    update_adapter_flattened_param = _noted("update_adapter_flattened_param", "_stage2_adding")
+    update_adapter_param = _noted("update_adapter_param", "_stage2_adding")
 
     def process_weights_after_loading(self) -> None:
         """As ms-swift does it, but for errors, which ms-swift drops here."""

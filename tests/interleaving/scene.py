@@ -685,7 +685,7 @@ def virtual_world() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # every collection would look through torch again
     try:
-        with installed(_NETWORK.http_transport, _async_transport, VirtualLoop):
+        with installed(_async_transport, VirtualLoop):
             yield
     finally:
         gc.unfreeze()

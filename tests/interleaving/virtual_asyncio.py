@@ -39,7 +39,7 @@ class _Selector:
 
 
 class VirtualLoop(asyncio.base_events.BaseEventLoop):
-    """In place of ``asyncio.new_event_loop``; several of them take turns on one real thread."""
+    """In place of ``CallLoop``; several of them take turns on one real thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,9 @@ class VirtualAsyncHttp:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, error, answer)
 
-        active().spawn(serve, f"call of {path}")
+        asker = active().current
+        assert asker is not None
+        active().spawn(serve, f"call of {path} for {asker.name}")
         try:
             status, record = await answered
         finally:

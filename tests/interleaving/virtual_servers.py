@@ -6,7 +6,6 @@ computes with is told in every completion's text, so that nobody has to believe 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -324,7 +323,7 @@ _HANDLERS = {
 
 
 class VirtualCall:
-    """One HTTP call as the caller holds it; also the socket that ``CuttableCall`` shuts down."""
+    """One HTTP call as the caller holds it; also the socket that is shut down at its end."""
 
     def __init__(self, path: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> None:
         self.path = path
@@ -366,37 +365,10 @@ class VirtualCall:
 
 
 class Network:
-    """Who answers where. Its ``http_transport`` takes the place of ``httpx.HTTPTransport``."""
+    """Who answers where."""
 
     def __init__(self) -> None:
         self.servers: dict[str, VirtualServer] = {}
-
-    def http_transport(self, **settings: Any) -> VirtualHttp:
-        return VirtualHttp(self.servers)
-
-
-class VirtualHttp:
-    """One yield point before a call is sent, one before its answer is read."""
-
-    def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
-        self._servers = servers
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        server, path = self._servers[f"http://{request.url.host}"], request.url.path
-        active().point(f"sends {path}")
-        if not server.alive:
-            raise httpx.ConnectError("connection refused")
-        timeout_s = request.extensions["timeout"]["read"] or FOR_EVER
-        call = VirtualCall(path, json.loads(request.content or b"null"), request.headers, timeout_s)
-        request.extensions["trace"]("connection.connect_tcp.complete", {"return_value": call})
-        call.check(server)
-        status, answer = server.answer(call)
-        active().point(f"reads {path}")
-        call.check(server)
-        return httpx.Response(status, stream=httpx.ByteStream(json.dumps(answer).encode()))
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class VirtualTransport(OurTransport):

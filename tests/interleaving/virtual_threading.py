@@ -1,4 +1,4 @@
-"""Stands, for modules under test, in place of ``threading``, ``time``, ``concurrent.futures``, ``httpx.HTTPTransport``.
+"""Stands, for modules under test, in place of ``threading``, ``time``, ``concurrent.futures``, ``httpx``'s transport.
 
 Same semantics, on the strands of the run that is ``active``. Every acquire, release, wait, notify, set, start and
 sleep is a yield point. ``installed`` puts these names into the modules of the package and takes them out again.
@@ -6,7 +6,6 @@ sleep is a yield point. ``installed`` puts these names into the modules of the p
 
 from __future__ import annotations
 
-import asyncio
 import threading as real_threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -23,7 +22,6 @@ from swift_stage2.channel_b.rollouts import batch, client, seeds, server_client,
 from swift_stage2.learner import learner
 from swift_stage2.learner import versions as learner_versions
 from swift_stage2.scheduling import horizon, version_clock
-from swift_stage2.servers import call as server_call
 from swift_stage2.servers import health_check
 from swift_stage2.servers import session as server_session
 from swift_stage2.weights import publisher, snapshot, snapshots, updates
@@ -333,7 +331,7 @@ class Executor:
 
 _WITH_THREADING = (
     attempts, client, evaluation, fence, health_check, pipeline, publisher, ready_queue, sample_source, seeds,
-    server_call, server_client, server_push, server_state, snapshot, version_clock,
+    server_client, server_push, server_state, snapshot, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
     attempts, batch, client, learner, learner_versions, horizon, pipeline, server_client, server_push, server_session,
@@ -350,9 +348,21 @@ class NoWatch(nullcontext[None]):
     def begin(self, *_: object) -> None: ...
 
 
+def run_on(make_loop: Callable[[], Any]) -> Callable[[Any], Any]:
+    """In place of ``servers.call.run``."""
+
+    def run(work: Any) -> Any:
+        loop = make_loop()
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            loop.close()
+
+    return run
+
+
 @contextmanager
 def installed(
-    make_http_transport: Callable[..., Any],
     make_async_transport: Callable[..., Any],
     make_loop: Callable[[], Any],
 ) -> Iterator[None]:
@@ -360,9 +370,9 @@ def installed(
     changes: list[tuple[Any, str, Any]] = [
         *((module, "threading", ThreadingNames) for module in _WITH_THREADING),
         *((module, "time", TimeNames) for module in _WITH_TIME),
-        (httpx, "HTTPTransport", make_http_transport),
         (httpx, "AsyncHTTPTransport", make_async_transport),
-        (asyncio, "new_event_loop", make_loop),
+        (client, "CallLoop", make_loop),
+        (server_session, "run", run_on(make_loop)),
         (server_push.ServerPush, "__bases__", (Thread,)),
         (snapshots, "RoundWatch", NoWatch),
         # Bound when these were defined, so that a name put into the module comes too late.

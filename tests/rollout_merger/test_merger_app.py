@@ -25,7 +25,7 @@ from swift_stage2.cli import main
     [
         (["--upstream", "127.0.0.1:8000"], "--upstream"),
         (["--upstream", "http://127.0.0.1:8000/infer"], "--upstream"),
-        (["--upstream", "http://127.0.0.1"], "--upstream must hold the server's port"),
+        (["--upstream", "http://127.0.0.1"], "--upstream"),
         (["--upstream", "http://127.0.0.1:99999"], "--upstream"),
         (["--upstream", "http://127.0.0.1:9000", "--port", "9000"], "--port"),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 from hostile_server import HostileServer
 
 from swift_stage2.errors import FaultKind, ServerFault
-from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.call import ServerHttp, run
 from swift_stage2.servers.session import Deadline, ServerSession
 
 AMPLE_S = 60.0
@@ -31,17 +34,15 @@ def server() -> Iterator[HostileServer]:
 
 
 @pytest.fixture
-def caller(server: HostileServer) -> Iterator[ServerCaller]:
-    caller = ServerCaller(server.url, api_key=None)
-    yield caller
-    caller.close()
+def caller(server: HostileServer) -> ServerHttp:
+    return ServerHttp(server.url, api_key=None)
 
 
-def ask(caller: ServerCaller, timeout_s: float = AMPLE_S) -> Any:
-    return caller.ask("GET", "/x/", timeout_s=timeout_s, most_bytes=LIMIT)
+def ask(caller: ServerHttp, timeout_s: float = AMPLE_S) -> Any:
+    return run(caller.ask("GET", "/x/", timeout_s=timeout_s, most_bytes=LIMIT))
 
 
-def fault_of(caller: ServerCaller, timeout_s: float = AMPLE_S) -> ServerFault:
+def fault_of(caller: ServerHttp, timeout_s: float = AMPLE_S) -> ServerFault:
     with pytest.raises(ServerFault) as caught:
         ask(caller, timeout_s)
     return caught.value
@@ -61,7 +62,7 @@ def fault_of(caller: ServerCaller, timeout_s: float = AMPLE_S) -> ServerFault:
     ],
 )
 def test_what_no_sound_server_sends_is_its_fault(
-    server: HostileServer, caller: ServerCaller, body: bytes, headers: list[str], message: str
+    server: HostileServer, caller: ServerHttp, body: bytes, headers: list[str], message: str
 ) -> None:
     server.answer = answer(body, *headers)
     fault = fault_of(caller)
@@ -69,7 +70,7 @@ def test_what_no_sound_server_sends_is_its_fault(
     assert message in str(fault)
 
 
-def test_nothing_is_read_past_the_limit(server: HostileServer, caller: ServerCaller) -> None:
+def test_nothing_is_read_past_the_limit(server: HostileServer, caller: ServerHttp) -> None:
     sent: list[int] = []
 
     def endless(path: str) -> Iterable[bytes]:
@@ -86,7 +87,7 @@ def test_nothing_is_read_past_the_limit(server: HostileServer, caller: ServerCal
 
 @pytest.mark.parametrize("piece", [b" ", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["body", "interim"])
 def test_a_call_ends_at_its_deadline_however_often_something_arrives(
-    server: HostileServer, caller: ServerCaller, piece: bytes
+    server: HostileServer, caller: ServerHttp, piece: bytes
 ) -> None:
     def trickle(path: str) -> Iterable[bytes]:
         yield b"HTTP/1.1 200 X\r\nContent-Length: 60000\r\n\r\n" if piece == b" " else b""
@@ -99,7 +100,17 @@ def test_a_call_ends_at_its_deadline_however_often_something_arrives(
     assert f"no whole answer in time, got timeout_s={SHORT_S:.3f}" in str(fault)
 
 
-def test_a_cookie_is_neither_kept_nor_sent(server: HostileServer, caller: ServerCaller) -> None:
+def test_a_resolver_that_hangs_ends_no_later_than_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: opened.wait(AMPLE_S))
+    began_s = time.monotonic()
+    fault = fault_of(ServerHttp("http://a.name:1", api_key=None), SHORT_S)
+    assert fault.kind is FaultKind.UNREACHABLE
+    assert time.monotonic() - began_s < AMPLE_S / 2
+    opened.set()
+
+
+def test_a_cookie_is_neither_kept_nor_sent(server: HostileServer, caller: ServerHttp) -> None:
     server.answer = answer(b"{}", "Set-Cookie: session=1; Path=/")
     ask(caller)
     ask(caller)
@@ -111,9 +122,7 @@ def test_a_cookie_is_neither_kept_nor_sent(server: HostileServer, caller: Server
 def test_a_redirect_is_not_followed(server: HostileServer, status: int) -> None:
     with HostileServer(answer(b"{}")) as other:
         server.answer = answer(b"", f"Location: {other.url}/x/", status=status)
-        caller = ServerCaller(server.url, api_key="sk-key")
-        assert fault_of(caller).status == status
-        caller.close()
+        assert fault_of(ServerHttp(server.url, api_key="sk-key")).status == status
         assert other.calls == []
 
 

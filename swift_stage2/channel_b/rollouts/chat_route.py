@@ -18,6 +18,7 @@ from swift_stage2.channel_b.rollouts.infer_route import InferRoute
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import infer_wire, vllm_serve
+from swift_stage2.servers.call import run
 
 _MOST_CALLS = 256  # at once; vLLM computes no more than that together unless it is told to
 _SHORTEST_TIMEOUT_S = 1e-3
@@ -108,15 +109,7 @@ class RouteNow:
         self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
     ) -> PostResult:
         """As ``InferRoute.generate``."""
-
-        async def call() -> PostResult:
-            route = self._make()
-            try:
-                return await route.generate(requests, config, timeout_s=timeout_s)
-            finally:
-                await route.close()
-
-        return asyncio.run(call())
+        return run(self._make().generate(requests, config, timeout_s=timeout_s))
 
 
 def route_to(

@@ -28,6 +28,7 @@ from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample
 from swift_stage2.scheduling.horizon import max_prompts_in_flight
+from swift_stage2.servers.call import CallLoop
 from swift_stage2.servers.health_check import ServerKind
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class RolloutClient:
             failed=self._fail,
         )
         self._default = RequestSettings(decoding, observer, columns)
-        self._loop, self._told = asyncio.new_event_loop(), asyncio.Event()
+        self._loop, self._told = CallLoop(), asyncio.Event()
         self._kinds = dict(kinds or {})
         self._servers = {url: self._new_server(url, number) for number, url in enumerate(servers)}
         self._paces = dict.fromkeys(servers, ServerPace())

@@ -10,11 +10,11 @@ from typing import Any
 from uuid import uuid4
 
 from swift_stage2 import wire
-from swift_stage2.channel_b.rollouts.http import ServerHttp
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.columns import asked_by
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.servers import infer_wire
+from swift_stage2.servers.call import ServerHttp
 
 _REFUSALS = {
     401: "the server refuses the API key; set the variable that rollout.api_key_env names",
@@ -33,7 +33,6 @@ _ENDS = {
     FaultKind.LATE: PostEnd.TIMED_OUT,
     FaultKind.STATUS: PostEnd.ERROR_ANSWER,
     FaultKind.UNUSABLE: PostEnd.ERROR_ANSWER,
-    FaultKind.ENDED: PostEnd.STOPPED,
 }
 
 

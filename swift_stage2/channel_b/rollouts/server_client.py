@@ -192,11 +192,10 @@ class ServerClient:
         self._opened.set()
 
     async def close(self) -> None:
-        """Waits until everything has come back, and frees what calls used. On the loop, after a stop."""
+        """Waits until everything has come back. On the loop, after a stop."""
         self.cut_calls()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._route.close()
 
     def fill(self) -> None:
         """Gives every free place something to do; once the client stops, what waits comes back."""
