@@ -24,9 +24,7 @@ WAITING_METHODS = {
     "communicate": 1,
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
-SHORT_MODULES: dict[str, str] = {
-    "scheduling/version_schedule.py": "a decision stands apart from whoever drives it, to be tested alone",
-}
+SHORT_MODULES: dict[str, str] = {}
 KNOWS_SWIFT = {
     "training/best_model.py",
     "training/sft.py",
