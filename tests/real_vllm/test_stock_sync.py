@@ -17,13 +17,13 @@ import torch
 from live_server import free_port, load_learner, train_a_little
 from stock_server import ServerProcess
 from stopped_process import stop_process
+from swift_stage2.weights.courier import ThreadCourier
 from test_weight_sync import GenerateCanary
 from weight_rounds import make_sync
 
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import infer_wire
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import ServerEndpoint
 

@@ -21,7 +21,6 @@ from live_server import (
     train_a_little,
 )
 from our_server import engine_here
-from swift_stage2.weights.disk_versions import DiskVersions
 from test_infer import hugging_face_answer
 from test_installs import own_checksums
 from test_weight_sync import Learner
@@ -34,6 +33,7 @@ from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.rollout_server.weight_source import OfferedWeights, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.servers.request_checks import RequestLimits
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
 from swift_stage2.wire import WeightOffer, WeightWay
