@@ -25,7 +25,6 @@ WAITING_METHODS = {
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
 SHORT_MODULES: dict[str, str] = {
-    "scheduling/version_schedule.py": "a decision stands apart from whoever drives it, to be tested alone",
     "training/stop_signals.py": "signals stand apart from the trainer's loop",
 }
 KNOWS_SWIFT = {

@@ -96,7 +96,8 @@ class LearnerVersions:
             self._due_s = time.monotonic()
         if b.evaluation is not None and b.evaluation.holds_round(step):
             return
-        if self._is_publishing:
+        # One that is not proven yet would leave a gap, and a gap ages what is at hand.
+        if self._is_publishing or self.awaits_version:
             if b.updates is not None:
                 b.updates.hurry()
             return
@@ -107,6 +108,9 @@ class LearnerVersions:
             taken = b.snapshots.take(version, step=step, canary_due=canary_due)
             if b.updates is not None and taken is not None:
                 b.updates.begin(taken, step)
+            for url, asked in zip(b.base_urls, self.asked, strict=True):
+                if asked and not b.client.stages(url):  # one that is idle is drained by this step's agreement
+                    b.client.update(url, asked, closed=True)
             self._is_publishing, self._server_waits = True, False
             if self._is_first or b.longest_fill_s is not None:
                 self._is_first = False
@@ -130,7 +134,14 @@ class LearnerVersions:
         b = self._b
         if news is not None:
             self._take_news(step, news)
+        if self.holds_production:
+            b.schedule.hold(step)
         asked, closed = outcome.servers_asked, outcome.servers_closed
+        drained = [
+            server
+            for server, (is_closed, busy) in enumerate(zip(closed, outcome.servers_busy, strict=True))
+            if is_closed and not busy
+        ]
         told = news.outcome.failed if news is not None and news.outcome is not None else ()
         lost = [
             url
@@ -138,23 +149,20 @@ class LearnerVersions:
             if before and not now and server not in told
         ]
         self.asked, self._closed = asked, closed
-        self._is_publishing, self._server_waits = outcome.publishing, outcome.server_waits
+        # Rank 0 may begin a push to who is drained.
+        self._is_publishing, self._server_waits = outcome.publishing or bool(drained), outcome.server_waits
         if (newest := max(asked, default=0)) > b.clock.current:
             b.clock.advance(newest)
         for url, version, is_closed in zip(b.base_urls, asked, closed, strict=True):
             b.client.update(url, version, closed=is_closed)
-        if not outcome.publishing:
+        if not self._is_publishing:
             # Long before it begins: rank 0 may begin it, and a server install it, while others still train.
             b.client.expect(b.schedule.next_version)
         if b.updates is not None:
             b.updates.take_in(
                 asked,
                 suspect=[server for server, flag in enumerate(outcome.servers_suspect) if flag],
-                drained=[
-                    server
-                    for server, (is_closed, busy) in enumerate(zip(closed, outcome.servers_busy, strict=True))
-                    if is_closed and not busy
-                ],
+                drained=drained,
             )
         if lost:
             self._events.record_warning(f"suspect until new weights prove it again: {', '.join(lost)}")

@@ -17,6 +17,7 @@ class VersionSchedule:
     begun: int = 0
     """The version that was begun last; 0 before the first."""
     begun_step: int | None = None
+    """From which the cadence counts: that version's, or the last at which it kept all servers from being asked."""
     is_asked_for: bool = False
     """Whether one is wanted out of turn, and has not begun."""
     pending_step: int | None = None
@@ -44,3 +45,7 @@ class VersionSchedule:
         self.begun, self.begun_step = self.begun + 1, step
         self.is_asked_for, self.pending_step = False, None
         return self.begun
+
+    def hold(self, step: int) -> None:
+        """At ``step`` no server could be asked, because this version comes: they shall be asked for as long."""
+        self.begun_step = step

@@ -179,6 +179,7 @@ class Updates:
             newest.is_confirmed = True
             self._publisher.confirm(newest.number)
         self._drained = frozenset(drained)
+        self._push_where_possible()  # to who is drained: the other ranks know as much
         self._watch_away()
 
     def hurry(self) -> None:
@@ -242,8 +243,9 @@ class Updates:
 
     def _push_where_possible(self) -> None:
         newest = self._newest
-        if newest is None or newest.taken.fault or not self._hand_over(newest):
+        if newest is None or newest.taken.fault:
             return
+        may_push = self._hand_over(newest)
         for server, life in enumerate(self.lives):
             is_drained = life.state is LifeState.DRAINING and server in self._drained
             wants = server not in self._ends and life.wants(newest.number, self._step)
@@ -251,7 +253,7 @@ class Updates:
                 wants = self._serves(server)
             if wants and not life.stages:
                 life.drain()
-            elif wants or is_drained:
+            elif may_push and (wants or is_drained):
                 self._push(server, life, newest)
 
     def _push_if_copied(self) -> None:

@@ -457,7 +457,7 @@ class Ledger:
                 _fail(f"server {server} is drained for {active().now - since:.3f} s, limit {limit_s:.3f} s")
 
     def _check_held(self, rank: int, step: int, b: Any, versions: Any) -> None:
-        """A version is held back by a push and by an evaluation alone, and by that one not for long."""
+        """A version is held back by one that is under way and by an evaluation alone, and by that one not for long."""
         setting, mine = self.setting, self.ranks[rank]
         running = b.evaluation.schedule.running if b.evaluation is not None else None
         if b.evaluation is not None:
@@ -465,7 +465,8 @@ class Ledger:
         asks = running is not None and not b.evaluation.schedule.is_cut
         if asks and (b.schedule.begun_step > running.begun_step or running.version != b.clock.current):
             _fail(f"rank {rank}: a version comes under the evaluation of version {running.version}")
-        is_held = b.schedule.pending_step is not None and not versions._is_publishing
+        is_under_way = versions._is_publishing or versions.awaits_version
+        is_held = b.schedule.pending_step is not None and not is_under_way
         mine.num_held = mine.num_held + 1 if is_held else 0
         self.counts["steps with a version held"] += asks and is_held
         most = 1 + (setting.max_round_delay_steps if b.evaluation is not None else 0)

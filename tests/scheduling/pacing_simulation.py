@@ -1,11 +1,11 @@
-"""A virtual-clock run of the real scheduling modules: queue, fence, clock, gate, schedule and pacer.
+"""A virtual-clock run of the real scheduling modules: queue, fence, clock, gate, versions, servers' lives and pacer.
 
 One thread, no real time. A learner step takes one unit. Per rank one rollout server is asked, either by one POST at
 a time for up to four packs, which ends with its slowest rollout, or through places, one rollout each. The order
-inside a step start is the
-learner's: round if due or pending and drained, reserve, all-reduce (MAX), plan; a staged round is
-heard after it. The servers of a round install one after another, each when the weights have arrived
-and what it runs has ended.
+inside a step start is the learner's: a version begins if due and none travels, reserve, what has come of pushes,
+all-reduce (MAX), plan, and then what was agreed on: fences, clocks, who is drained. A server that does not stage is
+drained before its push, and what is drained is pushed to at the next agreement. Servers that stage install one after
+another, each when the weights have arrived and what it runs has ended.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from swift_stage2.scheduling.round_schedule import RoundSchedule
-
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.horizon import INSTANT, Pacer, PacerInputs, ProductionMeter, packs_of
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
+from swift_stage2.scheduling.version_schedule import VersionSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,9 @@ class Setting:
     outage: tuple[int, int] = (0, 0)
     """Steps between which no server answers a new POST."""
     staged: bool = False
-    """Whether the servers are asked on while the weights of a round arrive."""
-    round_steps: tuple[float, float] | None = None
-    """The shortest and longest time that the weights of a round travel, in steps; None: a fenced round takes none
-    and is over before its step reserves."""
+    """Whether the servers are asked on while new weights arrive; else they are drained for them."""
+    travel_steps: tuple[float, float] = (0.3, 0.3)
+    """The shortest and longest time that weights travel to all servers, in steps."""
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class Outcome:
     ran: int = 0
     made: int = 0
     expired: int = 0
-    rounds: int = 0
+    versions: int = 0
     stale_trained: int = 0
     longest_gap: int = 0
     load: float = 0.0
@@ -101,13 +100,13 @@ class SimulatedRank:
         self.queue = ReadyQueue(
             setting.queue_limit, setting.window, lambda pack, reason: self._count_expired(pack)
         )
-        self.clock = VersionClock()
-        self.fence = InferFence()
+        self.clock = VersionClock(1)
+        self.fence = InferFence(version=1)
         self.random = random.Random(setting.seed * 1009 + index)
         self.bounds = setting.durations[index]
         self.meter = ProductionMeter()
         self.posts: list[Post] = []
-        self.served_version = 0
+        self.served_version = self.clock.current
         self.held: list[int] = []  # versions of rollouts that the learner has not heard of
         self.segments: list[int] = []
         self.missed_in_a_row = 0
@@ -123,17 +122,17 @@ class SimulatedRank:
     def _count_expired(self, pack: SimulatedPack) -> None:
         self.outcome.expired += 1
 
-    def state(self, now: float, rounds: Rounds) -> PacerInputs:
-        staged = self.setting.staged
-        assert rounds.schedule.last_commit_step is not None
+    def state(self, now: float, versions: Versions) -> PacerInputs:
+        staged, schedule = self.setting.staged, versions.schedule
+        assert schedule.begun_step is not None
         return PacerInputs(
             step=int(now),
             progress=now - int(now),
             current_version=self.clock.current,
-            last_commit_step=rounds.schedule.last_commit_step,
-            round_pending=not staged and (rounds.schedule.pending or rounds.schedule.in_transfer),
+            last_commit_step=schedule.begun_step,
+            round_pending=not self.fence.is_open,
             rounds_are_staged=staged,
-            round_in_transfer=staged and self.clock.current < rounds.version,
+            round_in_transfer=versions.is_awaited,
             ready_versions=self.queue.peek_versions(),
             pace=self.meter.pace,
             slowest_pace=self.gate.pace if self.gate else INSTANT,
@@ -144,10 +143,10 @@ class SimulatedRank:
     def facts(self, reservation: Reservation | None) -> RankFacts:
         return RankFacts(not_reserved=reservation is None, pace=self.meter.pace or INSTANT)
 
-    def num_wanted(self, now: float, rounds: Rounds) -> int:
+    def num_wanted(self, now: float, versions: Versions) -> int:
         """Rollouts to ask for now, as the pipeline finds it."""
         per_pack = self.setting.rollouts_per_pack
-        state = self.state(now, rounds)
+        state = self.state(now, versions)
         typical = state.typical_steps
         coming = [(version, now) for version in self.held]
         for post in self.posts:
@@ -159,15 +158,15 @@ class SimulatedRank:
             return 0
         return max(0, num_packs * per_pack - num_left - len(self.segments))
 
-    def pace(self, now: float, rounds: Rounds) -> None:
+    def pace(self, now: float, versions: Versions) -> None:
         """Ask the pacer and send POSTs until it says no, no place is free or the door is closed."""
         low, high = self.setting.outage
         most = self.setting.places or 1
         size = 1 if self.setting.places else self.setting.packs_per_request * self.setting.rollouts_per_pack
         while len(self.posts) < most:
-            rounds.install(now)
-            wanted = self.num_wanted(now, rounds)
-            if wanted == 0 or low <= now < high or rounds.installs_next(self, now):
+            versions.install(now)
+            wanted = self.num_wanted(now, versions)
+            if wanted == 0 or low <= now < high or versions.installs_next(self, now):
                 return
             if (ticket := self.fence.enter()) is None:
                 return
@@ -208,79 +207,95 @@ class SimulatedRank:
             self.queue.offer(pack, current_version=self.clock.current)
 
 
-class Rounds:
-    """The learner's side of the sync rounds, and what is on its way to the servers."""
+class Versions:
+    """The learner's side of versions and servers' lives, and what is on its way to the servers."""
 
     def __init__(self, setting: Setting, ranks: list[SimulatedRank], outcome: Outcome) -> None:
         self.setting, self.ranks, self.outcome = setting, ranks, outcome
         self.random = random.Random(setting.seed * 1013)
-        self.schedule = RoundSchedule(
-            len(ranks), setting.sync_every_steps, backoff_steps=1, max_backoff_steps=1
-        )
+        self.schedule = VersionSchedule(setting.sync_every_steps)
         self.schedule.begin(0)
-        self.schedule.finish(0, proven=range(len(ranks)), failed=())
-        self.version = 0
-        """Of the round in transfer or, between two rounds, of the last one."""
-        self.arrives_at = math.inf
+        self.lives = [
+            ServerLife(1, 1, stages=setting.staged, state=LifeState.PROVEN, version=1) for _ in ranks
+        ]
+        self.arrives_at = [math.inf] * len(ranks)
         self.installed: set[int] = set()
-        self.heard: set[int] = set()
+        self.is_publishing = False
+        """By the last agreement: the copy of the weights is in use."""
+        self.holds_production = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a version is under way that no server has proven."""
+        is_under_way = self.is_publishing or any(life.is_closed for life in self.lives)
+        return is_under_way and self.schedule.begun > self.ranks[0].clock.current
 
     def begin_if_due(self, step: int) -> None:
-        if not self.schedule.is_due(step):
+        is_due = self.schedule.is_due(step, any_proven=True, server_waits=False)
+        if not is_due or self.is_publishing or self.is_awaited:
             return
-        if not self.setting.staged:
-            drained = [rank.fence.close() for rank in self.ranks]
-            if not all(drained):
-                return
-        self.schedule.begin(step, staged=self.setting.staged)
-        self.version += 1
-        self.arrives_at = step + self.random.uniform(*(self.setting.round_steps or (0, 0)))
-        self.installed, self.heard = set(), set()
-        self.install(step)
-        if self.setting.round_steps is None:
-            self.hear(step)
+        self.schedule.begin(step)
+        for index, life in enumerate(self.lives):
+            if life.stages:
+                self._push(index, step)
+            elif life.wants(self.schedule.begun, step):
+                life.drain()
+                self.ranks[index].fence.close()
+
+    def _push(self, index: int, now: float) -> None:
+        self.lives[index].push()
+        self.arrives_at[index] = now + self.random.uniform(*self.setting.travel_steps)
+        self.install(now)
 
     def install(self, now: float) -> None:
         """The servers install what has arrived by ``now``, one after another, each when it runs nothing."""
-        if now < self.arrives_at:
-            return
         for index, rank in enumerate(self.ranks):
-            if rank.posts and index not in self.installed:
+            if now < self.arrives_at[index]:
+                continue
+            if rank.posts:
                 return
+            self.arrives_at[index] = math.inf
             self.installed.add(index)
-            rank.served_version = self.version
-        self.arrives_at = math.inf
+            rank.served_version = self.schedule.begun
 
     def installs_next(self, rank: SimulatedRank, now: float) -> bool:
         """Whether the server of ``rank`` has shut its door, to install when what it runs has ended."""
-        if now < self.arrives_at:
-            return False
-        waiting = [index for index in range(len(self.ranks)) if index not in self.installed]
+        waiting = [index for index, arrival in enumerate(self.arrives_at) if now >= arrival]
         return bool(waiting) and self.ranks[waiting[0]] is rank
 
-    def hear(self, step: int) -> None:
-        """Takes in which servers have proven the round's weights; the packs of ``step`` are taken."""
-        news = self.installed - self.heard
-        if not news:
-            return
-        self.heard |= news
-        ended = len(self.heard) == len(self.ranks)
-        self.schedule.finish(step, proven=news, failed=(), ended=ended)
-        self.outcome.rounds += ended
-        for rank in self.ranks:
-            if rank.clock.current < self.version:
-                rank.fence.reopen(rank.clock.advance())
+    def agree(self, step: int) -> None:
+        """Takes in what has come of pushes, pushes to who is drained, and applies what all ranks then know."""
+        if self.holds_production:
+            self.schedule.hold(step)
+        self.outcome.versions += bool(self.installed)
+        for index in self.installed:
+            self.lives[index].proved(self.schedule.begun)
+        self.installed = set()
+        busy = [rank.fence.is_open or rank.fence.in_flight > 0 for rank in self.ranks]
+        newest = max(life.version for life in self.lives)
+        for life, rank in zip(self.lives, self.ranks, strict=True):
+            if rank.clock.current < newest:
+                rank.clock.advance(newest)
                 rank.offer_heard()
+            if life.is_closed:
+                rank.fence.close()
+            elif life.version != rank.fence.version or not rank.fence.is_open:
+                rank.fence.reopen(life.version)
+        for index, (life, is_busy) in enumerate(zip(self.lives, busy, strict=True)):
+            if life.state is LifeState.DRAINING and not is_busy:
+                self._push(index, step)
+        self.is_publishing = any(life.is_pushing for life in self.lives)
+        self.holds_production = all(life.is_closed for life in self.lives)
 
 
 def simulate(setting: Setting) -> Outcome:
     """Run ``setting.num_steps`` steps on as many ranks as it names durations."""
     outcome = Outcome()
     ranks = [SimulatedRank(setting, index, outcome) for index in range(len(setting.durations))]
-    rounds, last_b = Rounds(setting, ranks, outcome), -1
+    versions, last_b = Versions(setting, ranks, outcome), -1
     for step in range(setting.num_steps):
-        _run_background_until(step, ranks, rounds)
-        rounds.begin_if_due(step)
+        _run_background_until(step, ranks, versions)
+        versions.begin_if_due(step)
         wants_b = wants_channel_b(step, setting.b_ratio)
         outcome.steps += 1
         outcome.wanted += wants_b
@@ -302,25 +317,25 @@ def simulate(setting: Setting) -> Outcome:
             outcome.ran += 1
             last_b = step
         outcome.longest_gap = max(outcome.longest_gap, step - last_b)
-        rounds.hear(step)
+        versions.agree(step)
         for rank in ranks:
-            rank.pace(step + setting.pipeline_delay, rounds)
-    outcome.load = ranks[0].pacer.load(ranks[0].state(setting.num_steps, rounds))
+            rank.pace(step + setting.pipeline_delay, versions)
+    outcome.load = ranks[0].pacer.load(ranks[0].state(setting.num_steps, versions))
     return outcome
 
 
-def _run_background_until(step: int, ranks: list[SimulatedRank], rounds: Rounds) -> None:
+def _run_background_until(step: int, ranks: list[SimulatedRank], versions: Versions) -> None:
     """Finish the POSTs that end by the time ``step`` starts, in order of time; each asks the pacer again."""
     while True:
         running = [(post.end, index) for index, rank in enumerate(ranks) for post in rank.posts]
         if not running or min(running)[0] > step:
-            rounds.install(step)
+            versions.install(step)
             return
         now, index = min(running)
         rank = ranks[index]
-        rounds.install(now)
+        versions.install(now)
         rank.finish(min(rank.posts, key=lambda post: post.end))
-        rank.pace(now, rounds)
+        rank.pace(now, versions)
 
 
 def _settle(rank: SimulatedRank, reservation: Reservation | None, runs_b: bool, wants_b: bool) -> None:

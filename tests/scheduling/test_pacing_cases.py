@@ -147,14 +147,14 @@ def test_production_that_binds_never_idles(duration: int) -> None:
 @pytest.mark.parametrize("sync_every_steps", [1, 4])
 @pytest.mark.parametrize("b_ratio", [0.1, 0.25, 1.0])
 @pytest.mark.parametrize("bounds", [(0, 0), slow((3, 3)), slow((6, 6)), (2, 4)])
-@pytest.mark.parametrize("round_steps", [0, 1, 3])
+@pytest.mark.parametrize("travel_steps", [0, 1, 3])
 def test_staged_rounds_run_no_fewer_b_steps_than_fenced_ones(
-    round_steps: float, bounds: tuple[float, float], b_ratio: float, sync_every_steps: int
+    travel_steps: float, bounds: tuple[float, float], b_ratio: float, sync_every_steps: int
 ) -> None:
     """Two ranks. The allowance is for versions that come more often: packs of a window of two age sooner."""
     fenced = Setting(
         durations=(bounds,) * 2,
-        round_steps=(round_steps,) * 2,
+        travel_steps=(travel_steps,) * 2,
         b_ratio=b_ratio,
         sync_every_steps=sync_every_steps,
         target=8,
@@ -164,11 +164,11 @@ def test_staged_rounds_run_no_fewer_b_steps_than_fenced_ones(
     assert staged.expired_share <= 0.05
 
 
-@pytest.mark.parametrize("round_steps", [0, 1, 3])
-def test_a_production_that_holds_its_server_is_started_in_time(round_steps: float) -> None:
+@pytest.mark.parametrize("travel_steps", [0, 1, 3])
+def test_a_production_that_holds_its_server_is_started_in_time(travel_steps: float) -> None:
     """Six steps are longer than packs stay fresh when nothing holds a round: a forecast that forgot it never starts."""
     setting = Setting(
-        durations=constant(6), b_ratio=0.1, num_steps=1000, staged=True, round_steps=(round_steps,) * 2
+        durations=constant(6), b_ratio=0.1, num_steps=1000, staged=True, travel_steps=(travel_steps,) * 2
     )
     assert run(setting).ran >= 99
 
@@ -200,7 +200,7 @@ def test_rollouts_of_different_length_hold_each_other_up_in_batches_only(
         b_ratio=b_ratio,
         sync_every_steps=sync_every_steps,
         staged=staged,
-        round_steps=(0.3, 0.3) if staged else None,
+        travel_steps=(0.3, 0.3),
     )
     outcome = run(streamed)
     assert outcome.ran >= run(replace(streamed, places=0)).ran
@@ -229,7 +229,7 @@ def test_the_derived_target_runs_what_production_allows(
         rollouts_per_pack=2 if places else 1,
         places=places,
         staged=staged,
-        round_steps=(0.5, 0.5) if staged else None,
+        travel_steps=(0.5, 0.5) if staged else (0.0, 0.0),
         target=prefetch.target(2, ratio),
         queue_limit=prefetch.limit(2, ratio),
     )
@@ -260,7 +260,7 @@ def main() -> None:
     for name, setting in rows:
         outcome = run(setting)
         ran = f"{outcome.ran} of {outcome.wanted}"
-        print(f"| {name} | {ran} | {outcome.expired_share:.1%} | {outcome.rounds} |")
+        print(f"| {name} | {ran} | {outcome.expired_share:.1%} | {outcome.versions} |")
     print("\n| setting | fenced: B steps run | staged: B steps run | expired | rounds |")
     print("| --- | --- | --- | --- | --- |")
     for made, bounds in (
@@ -289,7 +289,7 @@ def _row_of_places(tail: float, sync_every_steps: int, b_ratio: float) -> str:
     )
     cells = []
     for staged in (False, True):
-        streamed = replace(setting, staged=staged, round_steps=(0.3, 0.3) if staged else None)
+        streamed = replace(setting, staged=staged, travel_steps=(0.3, 0.3))
         batched = run(replace(streamed, places=0))
         cells.append(f"{batched.ran}, {run(streamed).ran} of {batched.wanted}")
     long = "one in twenty ten times as long" if tail else "0.5 to 1.5 steps"
@@ -299,12 +299,12 @@ def _row_of_places(tail: float, sync_every_steps: int, b_ratio: float) -> str:
 def _cells_of_travel_times(bounds: tuple[float, float], b_ratio: float) -> str:
     setting = Setting(durations=(bounds,), b_ratio=b_ratio, target=8, num_steps=1000)
     fenced, staged = (
-        [run(replace(setting, staged=is_staged, round_steps=(steps, steps))) for steps in (0, 1, 3)]
+        [run(replace(setting, staged=is_staged, travel_steps=(steps, steps))) for steps in (0, 1, 3)]
         for is_staged in (False, True)
     )
     ran = [" / ".join(str(outcome.ran) for outcome in outcomes) for outcomes in (fenced, staged)]
     expired = " / ".join(f"{outcome.expired_share:.1%}" for outcome in staged)
-    rounds = " / ".join(str(outcome.rounds) for outcome in staged)
+    rounds = " / ".join(str(outcome.versions) for outcome in staged)
     return f"{ran[0]} of {fenced[0].wanted} | {ran[1]} | {expired} | {rounds}"
 
 
