@@ -232,7 +232,7 @@ def test_a_server_that_was_started_again_is_suspect_until_a_push(tmp_path: Path)
         wait_until_it_serves(server)
         outcome = learner.rollouts()
         assert not outcome.rollouts
-        assert "must be the process that proved its weights" in str(learner.client.suspects)
+        assert "was lost; who answers is another" in str(learner.client.suspects)
         mark_suspect(learner.sync, 0)
         assert learner.push().proven == (0,)
         assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
