@@ -251,7 +251,7 @@ class Bench:
     trained: list[SampleKey] = field(default_factory=list)
 
     def observe(self, **changes: Any) -> None:
-        pacing = {"step": 0, "last_commit_step": 0, "current_version": self.clock.current}
+        pacing = {"step": 0, "begun_step": 0, "current_version": self.clock.current}
         known = {each.name for each in fields(PacerInputs)}
         pacing |= {name: value for name, value in changes.items() if name in known}
         view: dict[str, Any] = {
@@ -269,7 +269,7 @@ class Bench:
         """A step's wait; one that nothing ends fails the test."""
         self.client.max_prompts = changes.get("max_prompts", 6)
         step = changes.get("step", 0)
-        pacing = PacerInputs(step=step, last_commit_step=0, current_version=self.clock.current)
+        pacing = PacerInputs(step=step, begun_step=0, current_version=self.clock.current)
         view = StepView(
             pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
         )
@@ -1006,7 +1006,7 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
             if verdict is None:
                 is_proven = bench.client.verdicts[version] = place % 2 == 0
                 bench.clock.advance(max(version, bench.clock.current + 1) + (not is_proven))
-        bench.observe(step=step, last_commit_step=step)
+        bench.observe(step=step, begun_step=step)
         num_batches = bench.events.num_batches
         bench.events.wait_until(
             lambda n=num_batches: (
