@@ -8,9 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
+from swift_stage2.scheduling.version_schedule import VersionSchedule
 
 WELL: dict[str, Any] = {
     "wanted": True,
@@ -118,26 +119,23 @@ def test_what_had_not_ended_begins_again_after_a_resume() -> None:
 
 
 class Run(RuleBasedStateMachine):
-    """Steps with any facts, beside a real round schedule, driven as the learner drives both."""
+    """Steps with any facts, beside versions and the life of one server, driven as the learner drives them."""
 
     @initialize(
         every=st.integers(1, 6),
         delay=st.integers(0, 4),
         cadence=st.integers(1, 4),
         last=st.integers(5, 60),
-        staged=st.booleans(),
+        stages=st.booleans(),
     )
-    def begin(self, every: int, delay: int, cadence: int, last: int, staged: bool) -> None:
-        self.every, self.delay, self.cadence, self.last = every, delay, cadence, last
-        self.staged = staged
-        self.held_since: int | None = None  # the begin of a staged round whose servers may not install
+    def begin(self, every: int, delay: int, cadence: int, last: int, stages: bool) -> None:
+        self.every, self.delay, self.last = every, delay, last
         self.schedule = make(every, delay, last)
-        self.rounds = RoundSchedule(1, cadence, backoff_steps=1, max_backoff_steps=64)
-        self.rounds.is_due(0)
-        self.rounds.begin(0)
-        self.rounds.finish(0, proven=[0], failed=[])
+        self.versions = VersionSchedule(cadence)
+        self.versions.begin(0)
+        self.life = ServerLife(1, 64, stages=stages, state=LifeState.PROVEN, version=1)
         self.step, self.version = 0, 1
-        self.due_since: int | None = None  # of the round that a run without evaluations would have
+        self.due_since: int | None = None
         self.begun_steps: list[int] = []
 
     @rule(
@@ -148,51 +146,43 @@ class Run(RuleBasedStateMachine):
         back=st.booleans(),
         wanted=st.booleans(),
         failed=st.sampled_from([False] * 30 + [True]),
-        hold_is_over=st.sampled_from([False] * 6 + [True]),
     )
     def next_step(
-        self,
-        *,
-        drained: bool,
-        ends: bool,
-        proves: bool,
-        lost: bool,
-        back: bool,
-        wanted: bool,
-        failed: bool,
-        hold_is_over: bool,
+        self, *, drained: bool, ends: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
     ) -> None:
         self.step += 1
-        step, schedule, rounds = self.step, self.schedule, self.rounds
-        if not rounds.pending and not rounds.falls_due(step):
+        step, schedule, versions, life = self.step, self.schedule, self.versions, self.life
+        waits = life.state is LifeState.READY and life.wants(0, step)
+        is_due = versions.is_due(step, any_proven=life.version > 0, server_waits=waits)
+        is_under_way = life.is_pushing or life.is_closed
+        if not is_due:
             self.due_since = None  # its servers were lost
         elif self.due_since is None:
             self.due_since = step
-        held = rounds.falls_due(step) and not rounds.pending and schedule.holds_round(step)
-        if (self.staged or not held) and rounds.is_due(step):
-            assert self.staged or schedule.running is None or schedule.is_cut, "it asks on in a pending round"
-            if self.staged or drained:
-                rounds.begin(step, staged=self.staged)
-                self.due_since, self.held_since = None, step if held else None
+        if is_due and not schedule.holds_round(step) and not is_under_way:
+            versions.begin(step)
+            self.due_since = None
+            (life.push if life.stages else life.drain)()
         if self.due_since is not None:
-            assert rounds.pending or step - self.due_since < self.delay, "a round is held for too long"
-        rounds.observe(step, suspect=[lost], answers_again=[back])
-        if rounds.in_transfer and ends and (self.held_since is None or hold_is_over):
-            rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
-            self.version += proves
+            assert is_under_way or step - self.due_since < self.delay, "a version is held for too long"
+        if life.state is LifeState.DRAINING and drained:
+            life.push()
+        if life.is_pushing and ends and (not proves or not life.proved(versions.begun)):
+            life.failed(step)
+        if lost:
+            life.failed(step)
+        if back:
+            life.answered()
+        self.version = max(self.version, life.version)
+        is_under_way = life.is_pushing or life.is_closed
         schedule.observe_version(self.version)
         reason = schedule.reason_to_end(
-            step, wanted=wanted, has_server=bool(rounds.proven), pipeline_failed=failed, stop_requested=False
+            step, wanted=wanted, has_server=life.version > 0, pipeline_failed=failed, stop_requested=False
         )
         if reason is not None:
             schedule.end()
-        if not rounds.in_transfer or not schedule.holds_round(step):
-            self.held_since = None
-        assert self.held_since is None or step - self.held_since < self.delay, (
-            "installs are held for too long"
-        )
-        may_begin = reason is None and bool(rounds.proven) and not failed
-        may_begin = may_begin and not (rounds.pending or rounds.in_transfer)
+        may_begin = reason is None and life.version > 0 and not failed
+        may_begin = may_begin and not is_under_way and versions.pending_step is None
         running = schedule.begin_if_due(step, self.version, may_begin=may_begin)
         if running is not None:
             assert running.due_step % self.every == 0
@@ -201,7 +191,7 @@ class Run(RuleBasedStateMachine):
             self.begun_steps.append(running.due_step)
         if schedule.running is not None:
             assert schedule.is_cut or schedule.running.version == self.version, "the version moved under it"
-            assert rounds.proven, "an evaluation runs without a server"
+            assert life.version, "an evaluation runs without a server"
             assert step < self.last
         elif may_begin and step < self.last:
             assert schedule.unfinished is None, "what is due and may begin does"
