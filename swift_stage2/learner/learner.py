@@ -330,7 +330,7 @@ class Learner:
         pacing = PacerInputs(
             step=step,
             current_version=b.clock.current,
-            last_commit_step=begun_step if begun_step is not None else step,
+            begun_step=begun_step if begun_step is not None else step,
             round_pending=versions.holds_production,
             round_in_transfer=versions.awaits_version,
             rounds_are_staged=versions.are_staged,

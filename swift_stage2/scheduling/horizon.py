@@ -86,8 +86,8 @@ class PacerInputs:
     progress: float = 0.0
     """The share of that step that has passed, in [0, 1)."""
     current_version: int
-    last_commit_step: int
-    """The step that the cadence counts from: a fenced round's end, a staged round's snapshot."""
+    begun_step: int
+    """From which the cadence counts, as ``VersionSchedule`` has it: of the version in transfer, if one is."""
     round_pending: bool = False
     """The fence is closed for a fenced round: a POST asked for now starts after it."""
     rounds_are_staged: bool = False
@@ -209,9 +209,9 @@ class Horizon:
         A staged round that is heard after the packs of its step are reserved counts one step later.
         """
         inputs, cadence = self.inputs, self.sync_every_steps
-        due = inputs.last_commit_step + cadence
+        due = inputs.begun_step + cadence
         if inputs.rounds_are_staged and not inputs.round_pending:
-            begun = min(due, inputs.step) if inputs.round_in_transfer else max(due, self._next_step)
+            begun = inputs.begun_step if inputs.round_in_transfer else max(due, self._next_step)
             heard = max(begun, self._next_step)
             first, second = heard + 1, max(begun + cadence, max(heard, held_until) + 1) + 1
         else:

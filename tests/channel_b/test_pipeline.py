@@ -45,7 +45,339 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.telemetry.event_log import read_events
 from swift_stage2.telemetry.events import Returned
 
+<<<<<<< HEAD
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
+=======
+PATIENCE_S = 60.0
+WINDOW = 2
+MAX_ATTEMPTS = 3
+PACKING = PackingConfig(packing_length=PACKING_LENGTH)
+
+Answer = Callable[[Sequence[Sample]], BatchOutcome]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder()
+
+
+@pytest.fixture(scope="module")
+def server_encoder() -> Encoder:
+    """The server's side of the prompt; it runs on another thread than the pipeline's encoder."""
+    return make_encoder()
+
+
+@dataclass
+class Recorder:
+    """Everything that the pipeline told, and a way to wait for it."""
+
+    segments: list[Segment] = field(default_factory=list)
+    compared_groups: list[tuple[Rollout, ...]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    packs: list[Pack] = field(default_factory=list)
+    dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
+    quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
+    origins: list[RowOrigin] = field(default_factory=list)
+    num_batches: int = 0
+    rollouts: list[Rollout] = field(default_factory=list)  # that were matched
+    activities: list[PipelineActivity] = field(default_factory=list)
+    matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
+    log: EventLog = field(default_factory=lambda: EventLog(None))
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def batch(self, outcome: BatchOutcome) -> None:
+        self.num_batches += 1
+        for rollout in outcome.partial:
+            self.log.write(cut_of(rollout))
+        self._tell()
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
+        self._tell()
+
+    def enter(self, activity: PipelineActivity) -> None:
+        self.activities.append(activity)
+
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        self.matches.append((rollout.sample.key, target, space))
+        self.rollouts.append(rollout)
+        self.log.write(matched_of(rollout, target.quality))
+        self._tell()
+
+    def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
+        self.compared_groups.append(tuple(rollouts))
+
+    def segment(self, segment: Segment, seconds: float) -> None:
+        self.segments.append(segment)
+        self._tell()
+
+    def pack(self, pack: Pack, seconds: float) -> None:
+        self.packs.append(pack)
+        self.log.write(Packed.of(pack, samples=pack.keys))
+        self._tell()
+
+    def dropped(self, pack: Pack, reason: str) -> None:
+        self.dropped_packs.append((pack, reason))
+        self._tell()
+
+    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None:
+        self.quarantines.append((key, reason, message))
+        self.origins.append(origin)
+        self._tell()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(holds, PATIENCE_S), "it never happened"
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class StandInClient:
+    """Answers as told; by default every sample with nothing, sampled under the current version."""
+
+    def __init__(self, clock: VersionClock, server_encoder: Encoder, events: Attempts) -> None:
+        self._events = events
+        self._changed = threading.Condition()
+        self._is_woken = False
+        self.max_prompts = 6
+        self.is_closed = False
+        self.in_hand: deque[tuple[tuple[Sample, ...], RequestSettings | None]] = deque()
+        self.num_fruitful = 0
+        self._clock = clock
+        self._encoder = server_encoder
+        self.answer: Answer = self.answer_all
+        self.calls: list[tuple[SampleKey, ...]] = []
+        self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
+        self.prefixes: list[list[list[int]]] = []  # of each call, the ids that every request brings
+        self.evaluated: list[tuple[int, ...]] = []  # rows
+        self.distrusted: list[str] = []
+        self.agreeing: set[str] = set()
+        self.proven: tuple[str, ...] = ("http://server",)
+        self.is_open = True
+        self.verdicts: dict[int, bool | None] = {}  # by version; of any other: proven
+
+    @property
+    def free_places(self) -> int:
+        return (
+            0
+            if self.is_closed
+            else max(0, self.max_prompts - sum(len(samples) for samples, _ in self.in_hand))
+        )
+
+    def submit(
+        self,
+        samples: Sequence[Sample],
+        requests: Sequence[Mapping[str, Any]],
+        settings: RequestSettings | None = None,
+    ) -> None:
+        assert len(samples) == len(requests) > 0
+        self.in_hand.append((tuple(samples), settings))
+        if settings is not None:
+            self.evaluated.append(tuple(sample.key.index for sample in samples))
+            return
+        self.calls.append(tuple(sample.key for sample in samples))
+        pairs = zip(samples, requests, strict=True)
+        self.prefixes.append([request.get(PREFIX, []) for request in requests])
+        self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
+
+    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
+        """Answers what was submitted first."""
+        if not self.in_hand:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken, timeout_s)
+                self._is_woken = False
+            return None
+        samples, settings = self.in_hand[0]
+        if settings is not None:
+            outcome = replace(self.answer_all(samples), num_posts=1, settings=settings)
+        else:
+            keys = tuple(sample.key for sample in samples)
+            self._events.sent(keys, server="stand-in", seed=1, version=self._clock.current)
+            outcome = self.answer(samples)
+            end = "answered" if outcome.rollouts or outcome.aborted else "lost"
+            self._events.finished(keys, server="stand-in", end=end, seconds=0.01)
+        self.in_hand.popleft()
+        self.num_fruitful += bool(outcome.rollouts or outcome.quarantined)
+        return outcome
+
+    def wake(self) -> None:
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def confirms(self, rollout: Rollout) -> bool | None:
+        return self.verdicts.get(rollout.spans[-1].version, True)
+
+    def mark_suspect(self, server: str, reason: str) -> None:
+        self.distrusted.append(server)
+
+    def note_agreement(self, servers: Collection[str]) -> set[str]:
+        self.agreeing |= set(servers)
+        return self.agreeing
+
+    def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
+        return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
+
+    def answer_ahead(self, samples: Sequence[Sample]) -> BatchOutcome:
+        """With the weights of a staged round that is in transfer."""
+        version = self._clock.current + 1
+        self.verdicts.setdefault(version, None)
+        spans = (VersionSpan(version, 0, 0),)
+        return BatchOutcome(rollouts=tuple(replace(self.rollout(each), spans=spans) for each in samples))
+
+    def rollout(self, sample: Sample, *, text: str = "[]") -> Rollout:
+        prompt = self._encoder.encode_prompt(sample)
+        return rollout_of(sample, text, prompt.token_ids, version=self._clock.current, seconds=0.01)
+
+
+@dataclass
+class Bench:
+    """One rank's pipeline and all that it is made of."""
+
+    source: SampleSource
+    client: StandInClient
+    queue: ReadyQueue
+    clock: VersionClock
+    pipeline: Pipeline
+    events: Recorder
+    evaluation: RankEvaluation
+    trained: list[SampleKey] = field(default_factory=list)
+
+    def observe(self, **changes: Any) -> None:
+        pacing = {"step": 0, "begun_step": 0, "current_version": self.clock.current}
+        known = {each.name for each in fields(PacerInputs)}
+        pacing |= {name: value for name, value in changes.items() if name in known}
+        view: dict[str, Any] = {
+            "pacing": PacerInputs(**pacing),
+            "started_s": time.monotonic(),
+            "step_seconds": 10.0,
+            "max_prompts": 6,
+            "paused": False,
+        }
+        view |= {name: value for name, value in changes.items() if name not in known}
+        self.client.max_prompts = view["max_prompts"]
+        self.pipeline.observe(StepView(**view))
+
+    def fill(self, num_packs: int, **changes: Any) -> None:
+        """A step's wait; one that nothing ends fails the test."""
+        self.client.max_prompts = changes.get("max_prompts", 6)
+        step = changes.get("step", 0)
+        pacing = PacerInputs(step=step, begun_step=0, current_version=self.clock.current)
+        view = StepView(
+            pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
+        )
+        began = time.monotonic()
+        self.pipeline.fill(view, PATIENCE_S)
+        assert time.monotonic() - began < PATIENCE_S
+
+    def work(self) -> bool:
+        """Asks, and goes on with what came of it, asking no more meanwhile; False when nothing came."""
+        before = self.client.num_fruitful
+        self.pipeline._turn(0.0)
+        self.client.is_closed = True
+        self.pipeline._turn(0.0)
+        self.client.is_closed = False
+        return self.client.num_fruitful > before
+
+    def train(self, count: int = 1) -> list[Pack]:
+        """Takes a step's packs as the learner does."""
+        reservation = self.queue.reserve(count, current_version=self.clock.current)
+        assert reservation is not None
+        packs = reservation.take()
+        for pack in packs:
+            self.source.settle_trained(pack.keys, pack_id=pack.pack_id, step=0, version=self.clock.current)
+            self.trained += pack.keys
+        return packs
+
+
+@pytest.fixture
+def make_bench(
+    encoder: Encoder, server_encoder: Encoder, rows: list[dict[str, Any]]
+) -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(
+        data: Any = None,
+        *,
+        target_packs: int = 2,
+        limit: int = 4,
+        log_path: Path | None = None,
+        origins: RowOrigins | None = None,
+        num_generations: int = 1,
+        groups: GroupSettings | None = None,
+        redraw_dropped: bool = True,
+        now_s: Callable[[], float] = time.monotonic,
+        **changes: Any,
+    ) -> Bench:
+        clock = VersionClock()
+        events = Recorder(log=EventLog(log_path))
+        source = SampleSource(
+            rows if data is None else data,
+            make_task(),
+            rank=0,
+            world_size=1,
+            seed=1,
+            log=events.log,
+            origins=origins,
+            num_generations=num_generations,
+        )
+
+        attempts = Attempts(events.log)
+        client = StandInClient(clock, server_encoder, attempts)
+        evaluation = RankEvaluation(
+            rows,
+            make_task(),
+            num_samples=5,
+            rank=0,
+            world_size=1,
+            client=client,  # type: ignore[arg-type]
+            make_request=encoder.request,
+            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            decoding=DecodingConfig(),
+            events=EvaluationRecorder(),
+        )
+        pipelines: list[Pipeline] = []
+        queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
+        ends = AttemptOutcomes(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {
+            "guard": TruncationGuard(1.0),
+            "packing": PACKING,
+            "preprocessor": Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+        }
+        if groups is not None:
+            settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)
+        pipeline = Pipeline(
+            source=source,
+            client=client,  # type: ignore[arg-type]
+            attempts=attempts,
+            make_request=encoder.request,
+            queue=queue,
+            clock=clock,
+            pacer=Pacer(
+                b_ratio=1.0,
+                version_window=WINDOW,
+                sync_every_steps=4,
+                target_packs=target_packs,
+                packs_per_b_step=1,
+            ),
+            events=events,
+            ends=ends,
+            ask_evaluation=evaluation.ask,
+            take_evaluated=evaluation.take,
+            **(settings | changes),
+        )
+        pipelines.append(pipeline)
+        benches.append(Bench(source, client, queue, clock, pipeline, events, evaluation))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        assert bench.pipeline.stop(PATIENCE_S)
+>>>>>>> wt-state-client
 
 
 # --- the way of a good sample ------------------------------------------------------------------------
@@ -577,3 +909,101 @@ def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: MakeBenc
     assert bench.pipeline.stop(PATIENCE_S)
     assert len(bench.client.calls) == 1
     assert bench.pipeline.stop(0.0), "it may be asked again"
+<<<<<<< HEAD
+=======
+
+
+# --- nothing is lost ---------------------------------------------------------------------------------
+
+
+def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle.
+
+    A checkpoint is taken at every step, while the thread draws: the log must agree with each.
+    """
+    bench = make_bench(target_packs=3, limit=3, log_path=tmp_path / "rank0.jsonl")
+    bench.events.log.write(
+        Start(
+            run_id="run",
+            step=0,
+            world_size=1,
+            version_window=WINDOW,
+            state=StreamState(**bench.source.state_dict()),
+        )
+    )
+
+    def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
+        turn = len(bench.client.calls) % 7
+        if turn >= 5:  # of a staged round, whose end the next step brings
+            return bench.client.answer_ahead(samples)
+        if turn == 0:
+            return BatchOutcome(returned=tuple(samples))
+        bad, rest = samples[:1], samples[1:]
+        good = bench.client.answer_all(rest)
+        if turn == 1:
+            return replace(good, quarantined=((bad[0], "poison"),))
+        if turn == 2:
+            return replace(good, returned=tuple(bad), timed_out=tuple(bad))
+        if turn == 3:
+            return replace(good, rollouts=(*good.rollouts, rollout_of(bad[0], "[]", (7,))))
+        everything = bench.client.answer_all(samples)
+        for _ in range(WINDOW + 1):  # what is in the making ages
+            bench.clock.advance()
+        return everything
+
+    bench.client.answer = misbehave
+    drawn: dict[tuple[int, int], SampleKey] = {}
+    draw = bench.source.draw
+
+    def remember(count: int, **terms: Any) -> Any:
+        keys = draw(count, **terms)
+        drawn.update({(key.epoch, key.position): key for key in keys})
+        return keys
+
+    bench.source.draw = remember  # type: ignore[method-assign]
+    bench.pipeline.start()
+    for step in range(200):
+        for place, (version, verdict) in enumerate(list(bench.client.verdicts.items())):
+            if verdict is None:
+                is_proven = bench.client.verdicts[version] = place % 2 == 0
+                bench.clock.advance(max(version, bench.clock.current + 1) + (not is_proven))
+        bench.observe(step=step, begun_step=step)
+        num_batches = bench.events.num_batches
+        bench.events.wait_until(
+            lambda n=num_batches: (
+                bench.events.num_batches > n
+                or bench.queue.depth >= 3
+                or None in bench.client.verdicts.values()
+            )
+        )
+        if step % 4 == 3:
+            bench.clock.advance()
+        if bench.queue.depth and step % 2:
+            reservation = bench.queue.reserve(1, current_version=bench.clock.current)
+            if reservation is not None:
+                for pack in reservation.take():
+                    bench.source.settle_trained(
+                        pack.keys, pack_id=pack.pack_id, step=step, version=bench.clock.current
+                    )
+                    bench.trained += pack.keys
+        bench.source.checkpoint(step=step + 1, save_id=f"save {step}")
+        if bench.trained and step > 10:
+            break
+    assert bench.pipeline.stop(PATIENCE_S)
+    assert bench.pipeline.failure is None
+    ends = Counter((key.epoch, key.position) for key in bench.trained)
+    ends.update((key.epoch, key.position) for key, _, _ in bench.events.quarantines)
+    ends.update((epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"])
+    assert bench.trained
+    assert bench.events.quarantines
+    assert set(ends) == set(drawn)
+    assert all(count == 1 for count in ends.values()), [place for place, count in ends.items() if count > 1]
+    account = account_of({0: read_events(tmp_path / "rank0.jsonl")})
+    assert account.is_balanced, account
+    (rank,) = account.ranks
+    assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))
+    assert sum(rank.quarantined.values()) == len(bench.events.quarantines)
+    assert {"stale", "failed", "timed_out"} <= rank.returned.keys()
+>>>>>>> wt-state-client

@@ -51,7 +51,7 @@ class Setting:
     """How long after a step start the pipeline acts; 0 makes whole durations end right at a step start."""
     outage: tuple[int, int] = (0, 0)
     """Steps between which no server answers a new POST."""
-    staged: bool = False
+    staged: bool = True
     """Whether the servers are asked on while new weights arrive; else they are drained for them."""
     travel_steps: tuple[float, float] = (0.3, 0.3)
     """The shortest and longest time that weights travel to all servers, in steps."""
@@ -129,7 +129,7 @@ class SimulatedRank:
             step=int(now),
             progress=now - int(now),
             current_version=self.clock.current,
-            last_commit_step=schedule.begun_step,
+            begun_step=schedule.begun_step,
             round_pending=not self.fence.is_open,
             rounds_are_staged=staged,
             round_in_transfer=versions.is_awaited,

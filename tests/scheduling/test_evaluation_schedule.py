@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_schedule import VersionSchedule
 
 WELL: dict[str, Any] = {
@@ -118,21 +119,27 @@ def test_what_had_not_ended_begins_again_after_a_resume() -> None:
 
 
 class Run(RuleBasedStateMachine):
-    """Steps with any facts, beside a real schedule of versions, driven as the learner drives both."""
+    """Steps with any facts, beside versions and the life of one server, driven as the learner drives them."""
 
     @initialize(
-        every=st.integers(1, 6), delay=st.integers(0, 4), cadence=st.integers(1, 4), last=st.integers(5, 60)
+        every=st.integers(1, 6),
+        delay=st.integers(0, 4),
+        cadence=st.integers(1, 4),
+        last=st.integers(5, 60),
+        stages=st.booleans(),
     )
-    def begin(self, every: int, delay: int, cadence: int, last: int) -> None:
+    def begin(self, every: int, delay: int, cadence: int, last: int, stages: bool) -> None:
         self.every, self.delay, self.last = every, delay, last
         self.schedule = make(every, delay, last)
         self.versions = VersionSchedule(cadence)
-        self.step, self.version = 0, self.versions.begin(0)
-        self.is_proven, self.is_publishing = True, False
+        self.versions.begin(0)
+        self.life = ServerLife(1, 64, stages=stages, state=LifeState.PROVEN, version=1)
+        self.step, self.version = 0, 1
         self.due_since: int | None = None
         self.begun_steps: list[int] = []
 
     @rule(
+        drained=st.booleans(),
         ends=st.booleans(),
         proves=st.sampled_from([True, True, True, False]),
         lost=st.sampled_from([False] * 6 + [True]),
@@ -141,31 +148,41 @@ class Run(RuleBasedStateMachine):
         failed=st.sampled_from([False] * 30 + [True]),
     )
     def next_step(
-        self, *, ends: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
+        self, *, drained: bool, ends: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
     ) -> None:
         self.step += 1
-        step, schedule = self.step, self.schedule
-        waits = back and not (self.is_proven or self.is_publishing)
-        is_due = self.versions.is_due(step, any_proven=self.is_proven, server_waits=waits)
-        self.due_since = (step if self.due_since is None else self.due_since) if is_due else None
-        if is_due and not schedule.holds_round(step) and not self.is_publishing:
-            assert schedule.running is None or schedule.is_cut, "it asks on under the next version"
-            self.versions.begin(step)
-            self.due_since, self.is_publishing = None, True
+        step, schedule, versions, life = self.step, self.schedule, self.versions, self.life
+        waits = life.state is LifeState.READY and life.wants(0, step)
+        is_due = versions.is_due(step, any_proven=life.version > 0, server_waits=waits)
+        is_under_way = life.is_pushing or life.is_closed
+        if not is_due:
+            self.due_since = None  # its servers were lost
+        elif self.due_since is None:
+            self.due_since = step
+        if is_due and not schedule.holds_round(step) and not is_under_way:
+            versions.begin(step)
+            self.due_since = None
+            (life.push if life.stages else life.drain)()
         if self.due_since is not None:
-            assert self.is_publishing or step - self.due_since < self.delay, "a version is held for too long"
-        self.is_proven &= not lost
-        if self.is_publishing and ends:
-            self.is_publishing, self.is_proven = False, proves
-            self.version = self.versions.begun if proves else self.version
+            assert is_under_way or step - self.due_since < self.delay, "a version is held for too long"
+        if life.state is LifeState.DRAINING and drained:
+            life.push()
+        if life.is_pushing and ends and (not proves or not life.proved(versions.begun)):
+            life.failed(step)
+        if lost:
+            life.failed(step)
+        if back:
+            life.answered()
+        self.version = max(self.version, life.version)
+        is_under_way = life.is_pushing or life.is_closed
         schedule.observe_version(self.version)
         reason = schedule.reason_to_end(
-            step, wanted=wanted, has_server=self.is_proven, pipeline_failed=failed, stop_requested=False
+            step, wanted=wanted, has_server=life.version > 0, pipeline_failed=failed, stop_requested=False
         )
         if reason is not None:
             schedule.end()
-        may_begin = reason is None and self.is_proven and not failed
-        may_begin = may_begin and not (self.is_publishing or self.versions.pending_step is not None)
+        may_begin = reason is None and life.version > 0 and not failed
+        may_begin = may_begin and not is_under_way and versions.pending_step is None
         running = schedule.begin_if_due(step, self.version, may_begin=may_begin)
         if running is not None:
             assert running.due_step % self.every == 0
@@ -174,7 +191,7 @@ class Run(RuleBasedStateMachine):
             self.begun_steps.append(running.due_step)
         if schedule.running is not None:
             assert schedule.is_cut or schedule.running.version == self.version, "the version moved under it"
-            assert self.is_proven, "an evaluation runs without a server"
+            assert life.version, "an evaluation runs without a server"
             assert step < self.last
         elif may_begin and step < self.last:
             assert schedule.unfinished is None, "what is due and may begin does"

@@ -33,7 +33,7 @@ def after_round(
         step=step,
         progress=0.1,
         current_version=step,
-        last_commit_step=step,
+        begun_step=step,
         ready_versions=ready,
         pace=None if production_steps is None else ProductionPace(production_steps, production_steps),
         packs_per_production=4,
@@ -151,7 +151,7 @@ def test_a_fast_rank_does_not_rely_on_a_slow_one_to_hold_a_staged_round() -> Non
     assert pacer.decide(fenced) == 4
     staged = replace(fenced, rounds_are_staged=True)
     assert pacer.decide(staged) == 0
-    assert pacer.decide(replace(staged, step=7, current_version=7, last_commit_step=7)) == 4
+    assert pacer.decide(replace(staged, step=7, current_version=7, begun_step=7)) == 4
 
 
 paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
@@ -171,7 +171,7 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
         step=st.integers(20, 60),
         progress=st.floats(0, 0.99),
         current_version=st.integers(5, 10),
-        last_commit_step=st.integers(10, 20),
+        begun_step=st.integers(10, 20),
         round_pending=st.booleans(),
         rounds_are_staged=st.booleans(),
         round_in_transfer=st.booleans(),
@@ -208,10 +208,8 @@ def test_each_rank_gets_its_share_of_the_servers(
 
 # --- the versions of the steps to come ------------------------------------------------------------------
 
-AT_10 = PacerInputs(
-    step=10, progress=0.25, current_version=5, last_commit_step=9, pace=ProductionPace(3.0, 3.0)
-)
-STAGED = replace(AT_10, rounds_are_staged=True, last_commit_step=7)
+AT_10 = PacerInputs(step=10, progress=0.25, current_version=5, begun_step=9, pace=ProductionPace(3.0, 3.0))
+STAGED = replace(AT_10, rounds_are_staged=True, begun_step=7)
 COMING = (PackInMaking(5, 14.5),)
 
 
@@ -226,10 +224,10 @@ COMING = (PackInMaking(5, 14.5),)
         # Due at 11 and heard in 11 at the earliest, which the packs of 12 are the first to meet.
         (STAGED, 4, (12, 16)),
         (replace(STAGED, in_making=COMING), 1, (12, 17)),
-        # The cadence counts from the snapshot of a round in transfer: begun at 10, 9 and 6.
-        (replace(STAGED, round_in_transfer=True), 4, (12, 15)),
-        (replace(STAGED, round_in_transfer=True, last_commit_step=5), 4, (12, 14)),
-        (replace(STAGED, round_in_transfer=True, last_commit_step=2), 4, (12, 13)),
+        # The cadence counts from the snapshot of a version in transfer.
+        (replace(STAGED, round_in_transfer=True, begun_step=10), 4, (12, 15)),
+        (replace(STAGED, round_in_transfer=True, begun_step=9), 4, (12, 14)),
+        (replace(STAGED, round_in_transfer=True, begun_step=6), 4, (12, 13)),
         # A fenced round that is pending among staged ones.
         (replace(STAGED, round_pending=True), 2, (11, 13)),
     ],

@@ -44,7 +44,7 @@ def test_rollouts_of_three_steps(target: int) -> None:
 
 
 def test_rollouts_of_six_steps_and_production_binds() -> None:
-    outcome = run(Setting(durations=constant(6), target=8))
+    outcome = run(Setting(durations=constant(6), target=8, staged=False))
     assert 45 <= outcome.ran <= 70
     assert outcome.load == pytest.approx(1.0 / (4 / 7))
 
@@ -148,20 +148,33 @@ def test_production_that_binds_never_idles(duration: int) -> None:
 @pytest.mark.parametrize("b_ratio", [0.1, 0.25, 1.0])
 @pytest.mark.parametrize("bounds", [(0, 0), slow((3, 3)), slow((6, 6)), (2, 4)])
 @pytest.mark.parametrize("travel_steps", [0, 1, 3])
-def test_staged_rounds_run_no_fewer_b_steps_than_fenced_ones(
+def test_servers_that_stage_run_no_fewer_b_steps_than_drained_ones(
     travel_steps: float, bounds: tuple[float, float], b_ratio: float, sync_every_steps: int
 ) -> None:
     """Two ranks. The allowance is for versions that come more often: packs of a window of two age sooner."""
-    fenced = Setting(
+    drained = Setting(
         durations=(bounds,) * 2,
         travel_steps=(travel_steps,) * 2,
         b_ratio=b_ratio,
         sync_every_steps=sync_every_steps,
         target=8,
+        staged=False,
     )
-    staged = run(replace(fenced, staged=True))
-    assert staged.ran >= run(fenced).ran - 0.02 * staged.wanted - 1
+    staged = run(replace(drained, staged=True))
+    assert staged.ran >= run(drained).ran - 0.02 * staged.wanted - 1
     assert staged.expired_share <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("bounds", "b_ratio", "least"),
+    [((0, 0), 1.0, 999), ((3, 3), 0.25, 200), ((6, 6), 0.25, 125), ((2, 4), 0.25, 211), ((2, 4), 1.0, 219)],
+)
+def test_a_server_that_must_be_drained_is_idle_for_one_step_a_version(
+    bounds: tuple[float, float], b_ratio: float, least: int
+) -> None:
+    """From the step that closes it to the one that hears its proof, where weights take less than that."""
+    setting = Setting(durations=(bounds,), b_ratio=b_ratio, target=8, num_steps=1000, staged=False)
+    assert run(setting).ran >= 0.98 * least
 
 
 @pytest.mark.parametrize("travel_steps", [0, 1, 3])
@@ -200,7 +213,6 @@ def test_rollouts_of_different_length_hold_each_other_up_in_batches_only(
         b_ratio=b_ratio,
         sync_every_steps=sync_every_steps,
         staged=staged,
-        travel_steps=(0.3, 0.3),
     )
     outcome = run(streamed)
     assert outcome.ran >= run(replace(streamed, places=0)).ran
@@ -229,13 +241,13 @@ def test_the_derived_target_runs_what_production_allows(
         rollouts_per_pack=2 if places else 1,
         places=places,
         staged=staged,
-        travel_steps=(0.5, 0.5) if staged else (0.0, 0.0),
+        travel_steps=(0.5, 0.5),
         target=prefetch.target(2, ratio),
         queue_limit=prefetch.limit(2, ratio),
     )
     outcome = run(setting)
     assert outcome.ran >= run(replace(setting, target=4, queue_limit=8)).ran
-    assert outcome.ran >= least_share * outcome.wanted
+    assert outcome.ran >= least_share * outcome.wanted * (1.0 if staged else 0.95)
 
 
 def main() -> None:
@@ -250,18 +262,18 @@ def main() -> None:
         ("2 to 4 steps, b_ratio 0.1", Setting(durations=((2, 4),), b_ratio=0.1, num_steps=1000)),
         ("3 to 7 steps, b_ratio 0.1", Setting(durations=((3, 7),), b_ratio=0.1, num_steps=1000)),
         (
-            "3 to 7 steps, b_ratio 0.1, round every 4",
+            "3 to 7 steps, b_ratio 0.1, version every 4",
             Setting(durations=((3, 7),), b_ratio=0.1, num_steps=1000, sync_every_steps=4),
         ),
         ("two ranks: no time, 3 steps", Setting(durations=constant(0, 3))),
         ("two ranks: 0 to 1, 2 to 4 steps", Setting(durations=((0, 1), (2, 4)), target=8, num_steps=1000)),
     ]
-    print("| setting | B steps run | expired | rounds |\n| --- | --- | --- | --- |")
+    print("| setting | B steps run | expired | versions |\n| --- | --- | --- | --- |")
     for name, setting in rows:
         outcome = run(setting)
         ran = f"{outcome.ran} of {outcome.wanted}"
         print(f"| {name} | {ran} | {outcome.expired_share:.1%} | {outcome.versions} |")
-    print("\n| setting | fenced: B steps run | staged: B steps run | expired | rounds |")
+    print("\n| setting | drained: B steps run | staged: B steps run | expired | versions |")
     print("| --- | --- | --- | --- | --- |")
     for made, bounds in (
         ("no time", (0, 0)),
@@ -271,7 +283,7 @@ def main() -> None:
     ):
         for b_ratio in (0.1, 0.25, 1.0):
             print(f"| {made}, b_ratio {b_ratio:g} | {_cells_of_travel_times(bounds, b_ratio)} |")
-    print("\n| setting | fenced: B steps run in batches, by request | staged: the same |")
+    print("\n| setting | drained: B steps run in batches, by request | staged: the same |")
     print("| --- | --- | --- |")
     for tail in (0.0, 0.05):
         for sync_every_steps in (4, 16):
@@ -289,23 +301,23 @@ def _row_of_places(tail: float, sync_every_steps: int, b_ratio: float) -> str:
     )
     cells = []
     for staged in (False, True):
-        streamed = replace(setting, staged=staged, travel_steps=(0.3, 0.3))
+        streamed = replace(setting, staged=staged)
         batched = run(replace(streamed, places=0))
         cells.append(f"{batched.ran}, {run(streamed).ran} of {batched.wanted}")
     long = "one in twenty ten times as long" if tail else "0.5 to 1.5 steps"
-    return f"| {long}, round every {sync_every_steps}, b_ratio {b_ratio:g} | {' | '.join(cells)} |"
+    return f"| {long}, version every {sync_every_steps}, b_ratio {b_ratio:g} | {' | '.join(cells)} |"
 
 
 def _cells_of_travel_times(bounds: tuple[float, float], b_ratio: float) -> str:
     setting = Setting(durations=(bounds,), b_ratio=b_ratio, target=8, num_steps=1000)
-    fenced, staged = (
+    drained, staged = (
         [run(replace(setting, staged=is_staged, travel_steps=(steps, steps))) for steps in (0, 1, 3)]
         for is_staged in (False, True)
     )
-    ran = [" / ".join(str(outcome.ran) for outcome in outcomes) for outcomes in (fenced, staged)]
+    ran = [" / ".join(str(outcome.ran) for outcome in outcomes) for outcomes in (drained, staged)]
     expired = " / ".join(f"{outcome.expired_share:.1%}" for outcome in staged)
     rounds = " / ".join(str(outcome.versions) for outcome in staged)
-    return f"{ran[0]} of {fenced[0].wanted} | {ran[1]} | {expired} | {rounds}"
+    return f"{ran[0]} of {drained[0].wanted} | {ran[1]} | {expired} | {rounds}"
 
 
 if __name__ == "__main__":
