@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -239,9 +240,15 @@ class ServerHttp:
         late = f"no whole answer in time, got timeout_s={timeout_s:.3f}"
         match error:
             case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
-                system = _system_error(error)
+                system, said = _system_error(error), str(error)
+                if (
+                    system is not None
+                    and system.errno is not None
+                    and not isinstance(system, socket.gaierror)
+                ):
+                    said = f"[Errno {system.errno}] {os.strerror(system.errno)}"
                 remedy = f"; {http_remedy(system)}" if system is not None else ""
-                return self._fault(path, f"{type(error).__name__}: {error}{remedy}", FaultKind.UNREACHABLE)
+                return self._fault(path, f"{type(error).__name__}: {said}{remedy}", FaultKind.UNREACHABLE)
             case TimeoutError() if not is_connected:
                 return self._fault(path, late, FaultKind.UNREACHABLE)
             case TimeoutError() | httpx.TimeoutException():
@@ -256,7 +263,13 @@ class ServerHttp:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The operating system's word below httpx and below what that is built on; each keeps the one before."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+    """The operating system's word below httpx and below what that is built on; each keeps the one before.
+
+    Of a name with several addresses the first one's counts.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        below = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
+        error = below or error.__cause__ or error.__context__
+    return None

@@ -83,7 +83,7 @@ def first_violation(run: Callable[..., Any], parts: Any) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("failure", "found_as"),
     [
-        (2, "waits for a drain|waits for ever"),
+        (2, "is drained for|waits for ever|a group waits"),
         (3, "a rollout says version|suspects a server that nothing is wrong with"),
         (4, "is reserved|was promised"),
     ],

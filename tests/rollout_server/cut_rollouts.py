@@ -28,8 +28,8 @@ BATCH = 16
 # A prefix that no answer has, options of its call, and the cause of the refusal.
 REFUSED = [
     ([600_000], {}, r"prefix_token_ids\[0\]=600000"),
-    ([270, 2], {}, r"ends it, got prefix_token_ids\[1\]=2;"),
-    ([270, 6, 270], {}, r"stands for an image.*prefix_token_ids\[1\]=6;"),
+    ([270, 2], {}, r"ends an answer, got prefix_token_ids\[1\]=2 "),
+    ([270, 6, 270], {}, r"stands for an image.*prefix_token_ids\[1\]=6 "),
     ([270] * 8, {}, "shorter than max_tokens.*num_prefix=8 max_tokens=8"),
     ([270], {"stop": ["x"]}, "stop word"),
     ([-1], {}, "prefix_token_ids"),
