@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.command import Bench, Option
 
-FAULTS = ("kill_server", "kill_in_round", "late_reply", "stop_rank", "kill_courier")
+FAULTS = ("kill_server", "kill_in_round", "late_reply", "stop_rank", "kill_publisher")
 """Of the fault table."""
 PARTS = ("table", "kills", "outage", "soak")
 """Of the bench faults."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ def measure(
 
 
 class MeasuredSystem:
-    """Sync rounds of one system. Made on the main thread, to which its courier's process is tied."""
+    """Sync rounds of one system. Made on the main thread, to which its publisher's process is tied."""
 
     _versions = itertools.count(1)  # of all systems: two of them may have one server
 
@@ -147,10 +148,13 @@ class MeasuredSystem:
 
     def repeat(self, *, counted: bool = True) -> None:
         bare = self._learner.seconds_to_copy()
-        phases = phases_of(self._sync.run([0], version=next(self._versions)))
+        began = time.perf_counter()
+        self._sync.begin([0], version=next(self._versions))
+        begun = time.perf_counter() - began
+        phases = phases_of(self._sync.wait())
         if counted:
             self.found.bare.append(bare)
-            self.found.pause.append(phases["snapshot"])
+            self.found.pause.append(begun - phases["canary"])
             self.found.rounds.append(phases)
 
     def close(self) -> None:

@@ -52,8 +52,8 @@ def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
         return logits
 
     watch = module.lm_head.register_forward_hook(nearly_tie)
-    canary.answer()
+    answer = canary.answer()
     watch.remove()
     assert computed == {torch.bfloat16 if bf16 else torch.float32}
-    assert canary.agrees([second]) == bf16, "what follows a near tie cannot be compared"
-    assert not canary.agrees([likeliest]), "it ends too early"
+    assert answer.agrees([second]) == bf16, "what follows a near tie cannot be compared"
+    assert not answer.agrees([likeliest]), "it ends too early"

@@ -15,18 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from stand_in_canary import StandInCanary
-from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSession
-from weight_updates import make_updates
+from two_rank_learner import RANK, GatheredExport
 
 from swift_stage2.collectives import join_control_group
-from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.errors import WeightSyncHang
 from swift_stage2.runtime.watches import EXIT_HANG
-from swift_stage2.weights import push as server_push
-from swift_stage2.weights import snapshots
+from swift_stage2.weights import snapshots as snapshots_module
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import CanaryAnswer
-from swift_stage2.weights.publisher import ThreadPublisher
-from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.snapshots import Snapshots
 
 TIMEOUT_S = 4.0
 COLLECTIVES_S = 300.0  # far longer than the test waits
@@ -60,22 +57,25 @@ def main(scenario: str) -> int:
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=limit)
     module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
     exports = {"gather": FailsInAGather, "canary": GatheredExport, "main_thread": BlocksInACall}
-    server_push.ServerSession = StockSession  # type: ignore[misc]
-    snapshots.ROUND_MARGIN_S = 1.0
-    sync = make_updates(
-        exports[scenario](module),
-        ThreadPublisher([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
-        control=join_control_group(COLLECTIVES_S),
+    snapshots_module.ROUND_MARGIN_S = 1.0
+    control = join_control_group(COLLECTIVES_S)
+    snapshots = Snapshots(
+        control=control,
+        export=exports[scenario](module),
         canary=FailsInTheCanary() if scenario == "canary" else StandInCanary(),
+        run_id="run",
         timeout_s=TIMEOUT_S,
+        bucket_mib=1,
     )
     try:
-        sync.run([0])
+        taken = snapshots.take(1, canary_due=True)
+        with snapshots.explained():
+            control.broadcast(None)  # as the next agreement
     except WeightSyncHang as hang:
         print(f"raised: {hang}", file=sys.stderr, flush=True)
         os._exit(EXIT_HANG)  # torch's own end could wait for the group
-    except WeightSyncError as error:
-        print(f"learner's fault: {error}", file=sys.stderr, flush=True)
+    if taken is not None and taken.fault:
+        print(f"learner's fault: {taken.fault}", file=sys.stderr, flush=True)
         os._exit(1)
     return 0
 

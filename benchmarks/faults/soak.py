@@ -1,7 +1,7 @@
 """One long two-rank run, faults at random steps, and what it came to.
 
 The run ends by itself after its last step. Faults come one after another, each once the one before has healed; memory,
-threads and file descriptors of ranks, courier and server are looked at every few steps.
+threads and file descriptors of ranks, publisher and server are looked at every few steps.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _look(
     if step % _SAMPLE_EVERY_STEPS:
         return
     ranks = {f"rank {rank}": [each] for rank, each in enumerate(job.processes_of(Victim.BOTH))}
-    for name, processes in (ranks | {"courier": job.courier, "server": server}).items():
+    for name, processes in (ranks | {"publisher": job.publisher, "server": server}).items():
         with suppress(psutil.NoSuchProcess, IndexError):  # it is ending, or not there
             values = (
                 sum(process.memory_info().rss for process in processes) / _MIB,
@@ -110,7 +110,7 @@ def _look(
 
 
 def trends_of(samples: Samples) -> dict[tuple[str, str], Trend]:
-    """By process and quantity; of couriers and servers, which faults replace, that of the one seen for longest."""
+    """By process and quantity; of publishers and servers, which faults replace, that of the one seen for longest."""
     found = {}
     for (process, quantity), lives in grouped(samples, lambda key: (key[0], key[2])).items():
         series = max((samples[life] for life in lives), key=len)

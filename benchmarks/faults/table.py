@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT_S = 6.0
 _NUM_STEPS_BROKEN = 20
 _LATEST_KILL_S = 2.0
-_NUM_COURIER_KILLS = 10
+_NUM_PUBLISHER_KILLS = 10
 _SHORT_STOP_S = 4.0
 _LONGEST_QUOTE = 100
 _NO_SWITCH = "an unmodified server does not tell of its rounds"
@@ -87,14 +87,14 @@ def _stop_rank(scene: Scene) -> None:
     scene.moments.healed = time.time()
 
 
-def _kill_courier(scene: Scene) -> None:
+def _kill_publisher(scene: Scene) -> None:
     """At drawn moments, of which some fall into a round; each time the next round must be proven."""
     scene.moments.fault = time.time()
-    draw = random.Random(_NUM_COURIER_KILLS)
-    for _ in range(_NUM_COURIER_KILLS):
+    draw = random.Random(_NUM_PUBLISHER_KILLS)
+    for _ in range(_NUM_PUBLISHER_KILLS):
         scene.job.wait_s(draw.uniform(0.0, _LATEST_KILL_S))
-        for courier in scene.job.courier:
-            courier.kill()
+        for publisher in scene.job.publisher:
+            publisher.kill()
         after = partial(scene.proves_after, time.time())
         scene.job.wait_for(after, "a round after it is proven")
     scene.moments.healed = time.time()
@@ -111,8 +111,8 @@ FAULTS = {
         settings=JobSettings(request_timeout_s=REQUEST_TIMEOUT_S),
     ),
     "stop_rank": Fault(f"a rank stopped for {_SHORT_STOP_S:g} s", _stop_rank),
-    "kill_courier": Fault(
-        f"kill -9 of the courier at {_NUM_COURIER_KILLS} random moments of rounds", _kill_courier
+    "kill_publisher": Fault(
+        f"kill -9 of the publisher at {_NUM_PUBLISHER_KILLS} random moments of rounds", _kill_publisher
     ),
 }
 HEADINGS = ("fault", "noticed as", "steps to proof, to B", "longest wait, s", "samples", "problems")

@@ -36,7 +36,7 @@ _STEPS_THAT_NO_FAULT_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
 _TORCHRUN = "swift_stage2.runtime.loopback_torchrun"
-_COURIER = "swift_stage2.weights.courier_worker"
+_PUBLISHER = "swift_stage2.weights.publisher_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +165,9 @@ class TrainingJob:
         return ranks[{Victim.RANK_0: slice(1), Victim.RANK_1: slice(1, 2)}.get(victim, slice(None))]
 
     @property
-    def courier(self) -> list[psutil.Process]:
-        """The process that carries weights; empty while there is none."""
-        return [process for process in tree_of(self._tree.pid) if _COURIER in command_line(process)]
+    def publisher(self) -> list[psutil.Process]:
+        """The process that publishes weights; empty while there is none."""
+        return [process for process in tree_of(self._tree.pid) if _PUBLISHER in command_line(process)]
 
     def what_is_left(self) -> tuple[str, ...]:
         return self._held.left([self._group_port])

@@ -59,9 +59,7 @@ class WaitedUpdates:
             WeightSyncError: the learner's weights cannot be pushed.
         """
         self.begin(targets, version=version)
-        while (outcome := self.look()) is None:  # bounded by the pushes' deadlines
-            time.sleep(_LOOK_S)
-        return outcome
+        return self.wait()
 
     def begin(self, targets: Sequence[int], *, version: int | None = None) -> None:
         """The first part of ``run``: takes the snapshot."""
@@ -73,6 +71,12 @@ class WaitedUpdates:
         taken = self.snapshots.take(self.version, canary_due=self.updates.canary_due)
         if taken is not None:
             self.updates.begin(taken, self.version)
+
+    def wait(self) -> RoundOutcome:
+        """The second part. Raises as ``run`` does."""
+        while (outcome := self.look()) is None:  # bounded by the pushes' deadlines
+            time.sleep(_LOOK_S)
+        return outcome
 
     def look(self) -> RoundOutcome | None:
         """How it has ended, once it has. Raises as ``run`` does."""

@@ -137,12 +137,12 @@ def test_a_leak_of_one_process_is_found_on_that_one_and_a_short_life_says_nothin
         {
             ("rank 0", 1, "RSS, MiB"): [(step, 300.0 + step / 50) for step in steps],
             ("rank 1", 2, "RSS, MiB"): [(step, 300.0) for step in steps],
-            ("courier", 3, "threads"): [(step, 9.0 + step) for step in range(20)],
-            ("courier", 4, "threads"): [(step, 9.0) for step in steps],
+            ("publisher", 3, "threads"): [(step, 9.0 + step) for step in range(20)],
+            ("publisher", 4, "threads"): [(step, 9.0) for step in steps],
         }
     )
     assert {name: each.verdict for name, each in found.items()} == {
         ("rank 0", "RSS, MiB"): "rising",
         ("rank 1", "RSS, MiB"): "flat",
-        ("courier", "threads"): "flat",
+        ("publisher", "threads"): "flat",
     }

@@ -31,7 +31,7 @@ def test_every_fault_is_offered_and_what_a_server_cannot_suffer_is_said() -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        "--faults kill_server kill_courier",
+        "--faults kill_server kill_publisher",
         "--part kills --points 2",
         "--part outage --steps 10 --cycles 1",
         "--part soak --steps 220",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner
 from stopped_process import stop_process
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.checks import servers
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -73,7 +75,7 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
     info = server.http.get(wire.SERVER_INFO).json()
     assert info["run_id"].startswith("doctor-")
     assert info["state"] == "serving"
-    assert LearnerRound(server, load_learner(seed=3), run_id="a-later-run").run().weight_version
+    assert LearnerRound(server, load_learner(seed=3), run_id="a-later-run").run().version
     assert server.http.get(wire.SERVER_INFO).json()["run_id"] == "a-later-run"
 
 
@@ -95,12 +97,12 @@ def test_the_dry_round_can_be_left_out_and_touches_nothing(
 def test_an_unproven_server_is_mended_by_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
-    abandoned = LearnerRound(server, load_learner(seed=5))
-    assert abandoned.begin().status_code == 200
-    abandoned.push()
-    assert abandoned.load().status_code == 200
-    abandoned.finish(commit=False)
-    abandoned.close()
+    torn = LearnerRound(server, load_learner(seed=5))
+    server.engine.install_fault = InstallFault.FLIP_ELEMENT
+    torn.push()
+    torn.install()
+    torn.close()
+    server.engine.install_fault = InstallFault.NONE
     assert server.state() == "unproven"
     report = doctor(configure(server.base_url), "--live")
     assert report.status == 0, report.text
@@ -114,20 +116,22 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
 
 
 @pytest.mark.slow
-def test_a_server_in_another_runs_round_is_left_alone(
+def test_a_server_that_takes_another_runs_weights_is_left_alone(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
     other = LearnerRound(server, load_learner(), run_id="other")
-    assert other.begin().status_code == 200
-    report = doctor(configure(server.base_url), "--live")
-    assert report.failed == ["who answers"]
-    assert "a sync round of another run is open" in report.row("who answers")["found"]
-    assert report.row("who answers")["fix"].startswith("end that run")
-    assert server.state() == "round_open", "the other run's round is still its own"
     other.push()
-    assert other.load().status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        with server.service.slot.admission():
+            installing = pool.submit(other.install)
+            wait_for(lambda: server.state() == wire.INSTALLING_STATE)
+            report = doctor(configure(server.base_url), "--live")
+            assert server.state() == wire.INSTALLING_STATE
+        assert installing.result(60).status_code == 200
     other.close()
-    assert other.finish().status_code == 200
+    assert report.failed == ["who answers"]
+    assert "it takes the weights of another run" in report.row("who answers")["found"]
+    assert report.row("who answers")["fix"].startswith("end that run")
 
 
 @pytest.mark.slow
@@ -195,17 +199,14 @@ def test_a_push_that_hangs_is_a_failed_row(
 ) -> None:
     run, stopped = WaitedUpdates.run, []
 
-    def run_with_a_stopped_publisher(
-        sync: WaitedUpdates, version: int, targets: Sequence[int]
-    ) -> RoundOutcome:
-        publisher: Any = sync._publisher
+    def run_with_a_stopped_publisher(sync: WaitedUpdates, targets: Sequence[int]) -> RoundOutcome:
+        publisher: Any = sync.updates._publisher
         stopped.append(publisher.pid)
         stop_process(publisher.pid)
-        sync._timeout_s = 2.0
-        return run(sync, version, targets)
+        return run(sync, targets)
 
     monkeypatch.setattr(WaitedUpdates, "run", run_with_a_stopped_publisher)
-    report = doctor(configure(server.base_url), "--live")
+    report = doctor(configure(server.base_url, rollout__sync={"timeout_s": 2.0}), "--live")
     assert report.failed == ["dry sync round"]
     assert "did not take and prove the weights within 2 s" in report.row("dry sync round")["found"]
     assert [pid for pid in stopped if psutil.pid_exists(pid)] == []

@@ -1,4 +1,4 @@
-"""Tensor proof on the unmodified ``swift rollout`` with the plugin: what a round proves; each fault is named."""
+"""Tensor proof on the unmodified ``swift rollout`` with the plugin: what a push proves; each fault is named."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks.clocks import DIRECTORY_VARIABLE
 from benchmarks.learner_job import Arm, grpo_arguments
 from swift_stage2 import wire
 from swift_stage2.config import Proof
+from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.demo.grounding_dataset import write_scenes
@@ -75,18 +76,18 @@ def sums_of(server: ServerProcess) -> WeightSums:
     return WeightSums.from_json(reply.json())
 
 
-def test_rounds_are_proven_by_checksums_of_every_tensor(
+def test_pushes_are_proven_by_checksums_of_every_tensor(
     learner: Learner, summed: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="swift_stage2"):
         for _ in range(3):
-            outcome = learner.round()
+            outcome = learner.push()
             assert outcome.proven == (0,), outcome.reports[0].error
             assert outcome.reports[0].proof == "checksums+canary"
             assert not outcome.reports[0].stamps
             sums = sums_of(summed)
             assert sums.resident == sums.arrived
-            assert sums.arrived.keys() == {spec.name for spec in learner.sync._export.manifest()}
+            assert sums.arrived.keys() == {spec.name for spec in learner.sync.snapshots.export.manifest()}
             assert (sums.left_out, sums.errors, sums.adapter) == ((), (), {})
             train_a_little(learner.module)
     assert sum("can show every tensor's checksum" in record.message for record in caplog.records) == 1
@@ -94,42 +95,42 @@ def test_rounds_are_proven_by_checksums_of_every_tensor(
 
 def test_a_server_without_the_plugin_has_the_canary_alone(stock: ServerProcess) -> None:
     learner = Learner(stock)
-    assert learner.round().reports[0].proof == "canary"
-    learner.sync._proof = Proof.CHECKSUM
-    assert "no checksums" in error_of(learner.round())
+    assert learner.push().reports[0].proof == "canary"
+    learner.sync.updates._sync = SyncConfig(timeout_s=60.0, proof=Proof.CHECKSUM)
+    assert "no checksums" in error_of(learner.push())
     learner.sync.close()
 
 
 @pytest.mark.parametrize("name", [FIRST, K_PROJ])
 def test_a_tensor_that_the_loader_drops_is_named(learner: Learner, fault: Path, name: str) -> None:
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
     train_a_little(learner.module)
     fault.write_text(f"drop {name}")
-    error = error_of(learner.round())
+    error = error_of(learner.push())
     assert name in error
     assert "was dropped" in error
     fault.unlink()
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
 
 
 def test_one_element_that_flips_on_the_way_is_named(learner: Learner) -> None:
-    learner.courier.make_transport = lambda info: _FlipsOneElement(torch.device("cpu"))
-    assert f"arrived checksum of {FIRST} differs" in error_of(learner.round())
+    learner.publisher.make_transport = lambda info: _FlipsOneElement(torch.device("cpu"))
+    assert f"arrived checksum of {FIRST} differs" in error_of(learner.push())
 
 
 def test_one_element_that_flips_after_the_load_is_named(learner: Learner, fault: Path) -> None:
     fault.write_text("flip")
-    error = error_of(learner.round())
+    error = error_of(learner.push())
     assert "resident checksum of model." in error
     assert "(1 in all)" in error
 
 
 def test_a_failure_of_the_worker_that_ms_swift_only_logs_is_told(learner: Learner, fault: Path) -> None:
     fault.write_text("raise")
-    error = error_of(learner.round())
+    error = error_of(learner.push())
     assert "update_flattened_params: ValueError: a loader that fails" in error
     fault.unlink()
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
 
 
 _GRPO_S = 800.0

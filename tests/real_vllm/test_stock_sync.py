@@ -1,4 +1,4 @@
-"""The learner's sync round against the unmodified ``swift rollout``: what is proven, caught and survived."""
+"""The learner's pushes to the unmodified ``swift rollout``: what is proven, caught and survived."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from live_server import free_port, load_learner, train_a_little
 from stock_server import ServerProcess
 from stopped_process import stop_process
 from test_weight_sync import GenerateCanary
-from weight_rounds import make_sync
+from weight_updates import make_updates, mark_suspect
 
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import infer_wire
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import ServerEndpoint
 
@@ -31,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class Learner:
-    """A module, its canary and its rounds; the canary's answer is Hugging Face's own ``generate``."""
+    """A module, its canary and its pushes; the canary's answer is Hugging Face's own ``generate``."""
 
     def __init__(self, server: ServerProcess, *, seed: int = 1, transport: Any = StockTransport) -> None:
         self.server = server
@@ -39,15 +38,14 @@ class Learner:
         self.canary = GenerateCanary(self.module)
         self.group_port = free_port()
         endpoints = [ServerEndpoint(server.base_url, self.group_port)]
-        self.courier = ThreadCourier(endpoints, lambda info: transport(_CPU))
-        self.sync = make_sync(self.module, self.courier, canary=self.canary)
-        self._versions = count(1)
+        self.publisher = ThreadPublisher(endpoints, lambda info: transport(_CPU))
+        self.sync = make_updates(self.module, self.publisher, canary=self.canary)
 
-    def round(self) -> RoundOutcome:
-        return self.sync.run(next(self._versions), [0])
+    def push(self) -> RoundOutcome:
+        return self.sync.run([0])
 
     def servers_answer(self) -> tuple[int, ...]:
-        body = {"infer_requests": [self.canary.request], "request_config": self.canary.config}
+        body = {"infer_requests": [self.canary.request], "request_config": self.canary.latest.config}
         reply = httpx.post(f"{self.server.base_url}/infer/", json=body, trust_env=False, timeout=60)
         assert reply.status_code == 200, reply.text
         (completion,) = infer_wire.parse_infer_reply(reply.json(), 1)
@@ -61,19 +59,19 @@ def learner(stock: ServerProcess) -> Iterator[Learner]:
     built.sync.close()
 
 
-def test_after_each_round_the_servers_greedy_answer_is_the_learners(learner: Learner) -> None:
+def test_after_each_push_the_servers_greedy_answer_is_the_learners(learner: Learner) -> None:
     answers = []
     for _ in range(3):
-        outcome = learner.round()
+        outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
         assert outcome.reports[0].proof == "canary"
         assert outcome.reports[0].num_bytes == sum(
             parameter.numel() * parameter.element_size() for parameter in learner.module.parameters()
         )
-        assert learner.canary.agrees(learner.servers_answer())
+        assert learner.canary.latest.agrees(learner.servers_answer())
         answers.append(learner.servers_answer())
         train_a_little(learner.module)
-    assert len(set(answers)) > 1  # the rounds really moved something
+    assert len(set(answers)) > 1  # the pushes really moved something
 
 
 def test_a_learner_finds_the_communicator_of_one_that_was_killed(
@@ -91,12 +89,12 @@ def test_a_learner_finds_the_communicator_of_one_that_was_killed(
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert "proven (0,)" in killed.stdout
     learner = Learner(stock, seed=2)
-    outcome = learner.round()
+    outcome = learner.push()
     learner.sync.close()
     assert outcome.proven == (0,), outcome.reports[0].error
 
 
-class _SendsTheFirstRoundAgain(StockTransport):
+class _SendsTheFirstVersionAgain(StockTransport):
     """Sends what a learner that exports a stale copy would."""
 
     sent: list[torch.Tensor]
@@ -114,13 +112,13 @@ class _SendsTheFirstRoundAgain(StockTransport):
 
 
 def test_the_canary_catches_weights_that_did_not_move(stock: ServerProcess) -> None:
-    learner = Learner(stock, transport=_SendsTheFirstRoundAgain)
-    assert learner.round().proven == (0,)
-    transport = learner.courier._transports[0]
-    assert isinstance(transport, _SendsTheFirstRoundAgain)
+    learner = Learner(stock, transport=_SendsTheFirstVersionAgain)
+    assert learner.push().proven == (0,)
+    transport = learner.publisher._transports[0]
+    assert isinstance(transport, _SendsTheFirstVersionAgain)
     transport.again = True
     train_a_little(learner.module)
-    outcome = learner.round()
+    outcome = learner.push()
     learner.sync.close()
     assert outcome.failed == (0,)
     assert "canary" in str(outcome.reports[0].error)
@@ -129,11 +127,11 @@ def test_the_canary_catches_weights_that_did_not_move(stock: ServerProcess) -> N
 def test_the_canary_does_not_see_what_changes_no_answer(stock: ServerProcess) -> None:
     """The limit of the proof on a stock server, as the documentation says it; our server's checksums see it."""
     learner = Learner(stock)
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
     before = learner.servers_answer()
-    learner.courier.make_transport = lambda info: _FlipsOneElement(_CPU)
-    learner.sync.distrust([0])
-    outcome = learner.round()
+    learner.publisher.make_transport = lambda info: _FlipsOneElement(_CPU)
+    mark_suspect(learner.sync, 0)
+    outcome = learner.push()
     learner.sync.close()
     assert outcome.proven == (0,)
     assert learner.servers_answer() == before
@@ -167,49 +165,48 @@ def test_a_server_that_dies_in_the_middle_of_a_push_is_its_own_fault(tmp_path: P
                 super().send(flat, deadline)
 
         learner = Learner(server, transport=KillsTheWorker)
-        outcome = learner.round()
+        outcome = learner.push()
         assert outcome.failed == (0,)
-        assert outcome.learner_fault is None
         learner.sync.close()
     finally:
         server.end()
 
 
-def test_a_server_that_dies_between_two_rounds_is_lost_without_being_asked(tmp_path: Path) -> None:
+def test_a_server_that_dies_between_two_pushes_is_lost_without_being_asked(tmp_path: Path) -> None:
     from stock_server import start_stock
 
     server = start_stock(tmp_path, free_port())
     try:
         server.wait_until_it_answers()
         learner = Learner(server)
-        outcome = learner.round()
+        outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
-        assert learner.sync.lost_servers() == ()
+        assert learner.publisher.lost_servers() == ()
         worker = server.named("VLLM::Worker")
         stop_process(worker.pid)
-        assert learner.sync.lost_servers() == ()  # silent; rollouts will tell
+        assert learner.publisher.lost_servers() == ()  # silent; rollouts will tell
         worker.resume()
-        transport = learner.courier._transports[0]
+        transport = learner.publisher._transports[0]
         assert isinstance(transport, StockTransport)
         question = transport._question
         assert question is not None
         assert question.ended_within(20)
-        assert learner.sync.lost_servers() == ()
+        assert learner.publisher.lost_servers() == ()
         worker.kill()
         worker.wait(timeout=60)
-        assert learner.sync.lost_servers() == (0,)
+        assert learner.publisher.lost_servers() == (0,)
         learner.sync.close()
     finally:
         server.end()
 
 
-def _one_round_and_no_goodbye(base_url: str) -> None:
+def _one_push_and_no_goodbye(base_url: str) -> None:
     """Leaves on the server what a killed learner does."""
     server = ServerProcess(base_url, subprocess.Popen(["true"]), Path(os.devnull))
     learner = Learner(server)
-    print("proven", learner.round().proven, flush=True)
+    print("proven", learner.push().proven, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    _one_round_and_no_goodbye(sys.argv[1])
+    _one_push_and_no_goodbye(sys.argv[1])

@@ -21,7 +21,6 @@ from live_server import (
     train_a_little,
 )
 from our_server import engine_here
-from swift_stage2.weights.disk_versions import DiskVersions
 from test_infer import hugging_face_answer
 from test_installs import own_checksums
 from test_weight_sync import Learner
@@ -34,6 +33,7 @@ from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.rollout_server.weight_source import OfferedWeights, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.servers.request_checks import RequestLimits
+from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
 from swift_stage2.wire import WeightOffer, WeightWay
@@ -138,7 +138,7 @@ def test_the_ith_request_of_a_call_draws_with_the_seed_plus_i(server: RunningSer
 def test_an_install_ends_what_is_in_flight_with_the_tokens_so_far_and_spares_the_protected(
     server: RunningServer, learner: Learner
 ) -> None:
-    version = learner.round().version
+    version = learner.push().version
     round_ = LearnerRound(server, load_learner(seed=7))
     file = round_.push_shared()
     with ThreadPoolExecutor(3) as pool:
@@ -163,11 +163,11 @@ def test_after_each_round_the_same_image_is_answered_with_the_new_weights(
     """The image and the prompt are the same every time: a cache that outlived a round would answer."""
     answers = []
     for _ in range(3):
-        outcome = learner.round()
+        outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
         assert outcome.reports[0].proof == "checksums+canary"
         completion, text = server.infer([learner.canary.request, text_request()], max_tokens=12)
-        assert learner.canary.agrees(completion.token_ids)
+        assert learner.canary.latest.agrees(completion.token_ids)
         assert list(text.token_ids) == hugging_face_answer(learner.module, text.prompt_token_ids, 12)
         assert {completion.weight_version, text.weight_version} == {outcome.version}
         answers.append(completion.token_ids)
@@ -191,17 +191,17 @@ def test_a_proof_names_every_tensor_as_resident_also_those_that_vllm_fuses(serve
 def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     server: RunningServer, learner: Learner, fault: InstallFault
 ) -> None:
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
     with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
         for parameter in learner.module.parameters():
             parameter.view(-1)[0] += 1e-6
     server.engine.install_fault = fault
-    outcome = learner.round()
+    outcome = learner.push()
     assert outcome.failed == (0,)
     assert "resident checksum" in str(outcome.reports[0].error) or "canary" in str(outcome.reports[0].error)
     assert server.post_infer([text_request()]).status_code == 409  # and the server itself refuses too
     server.engine.install_fault = InstallFault.NONE
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
 
 
 def _round_weights(server: RunningServer, module: torch.nn.Module, version: int) -> OfferedWeights:
@@ -298,9 +298,9 @@ def test_workers_load_what_the_server_has_read_from_a_directory(
     server: RunningServer, learner: Learner, weights_root: Path
 ) -> None:
     disk = DiskVersions(weights_root, keep=1)
-    learner.courier.disk = disk
-    learner.courier.make_transport = lambda info: DiskTransport(disk, info)
-    outcome = learner.round()
+    learner.publisher.disk = disk
+    learner.publisher.make_transport = lambda info: DiskTransport(disk, info)
+    outcome = learner.push()
     assert outcome.proven == (0,), outcome.reports[0].error
     assert (outcome.reports[0].transport, outcome.reports[0].proof) == ("disk", "checksums+canary")
     (new,) = server.infer([text_request()])

@@ -1,10 +1,9 @@
-"""A plain ``vllm serve`` as a rollout server: rounds by vLLM's own weight transfer, rollouts by its OpenAI route."""
+"""A plain ``vllm serve`` as a rollout server: pushes by vLLM's own weight transfer, rollouts by its OpenAI route."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,20 @@ from packaging.version import Version
 from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
 from rollout_batch import generate
 from stock_server import ServerProcess
-from swift_stage2.weights.courier import ThreadCourier
 from test_weight_sync import GenerateCanary
 from torchrun_job import run_learner, write_config
-from weight_rounds import make_sync
+from weight_updates import make_updates, mark_suspect
 
-from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.config import DecodingConfig
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ServerFault
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
 from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport
 
@@ -54,41 +53,34 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 class Learner:
-    """A module, its canary and its rounds, and a rank's client beside them."""
+    """A module, its canary and its pushes, and a rank's client beside them."""
 
     def __init__(self, server: ServerProcess, *, seed: int = 1, transport: Any = VllmTransport) -> None:
         self.server = server
         self.module = load_learner(seed=seed)
         self.canary = GenerateCanary(self.module)
         self.transport = transport
-        self.courier = ThreadCourier(
+        self.publisher = ThreadPublisher(
             [ServerEndpoint(server.base_url, free_port())], lambda info: self.transport(_CPU)
         )
-        self.sync = make_sync(self.module, self.courier, canary=self.canary)
-        self._versions = count(1)
-        self.fence = InferFence(start_closed=True)
+        self.sync = make_updates(self.module, self.publisher, canary=self.canary)
         with ServerSession(server.base_url) as session:
             model = vllm_serve.find_model(session, Deadline(20.0))
         assert model is not None
         self.client = RolloutClient(
             [server.base_url],
-            fence=self.fence,
             decoding=DecodingConfig(temperature=0.0, max_new_tokens=_NUM_TOKENS),
             request_timeout_s=60.0,
             run_seed=1,
             rank=0,
             world_size=1,
             run_id="run",
-            chat_models={server.base_url: model.name},
+            kinds={server.base_url: ServerKind(chat_model=model.name)},
         )
 
-    def round(self) -> RoundOutcome:
-        outcome = self.sync.run(next(self._versions), [0])
-        report = outcome.reports[0]
-        served = ServedWeights(outcome.version, report.stamps)
-        self.client.set_proven({self.server.base_url: served} if report.proven else {})
-        if report.proven:
-            self.fence.reopen(outcome.version)
+    def push(self) -> RoundOutcome:
+        outcome = self.sync.run([0])
+        self.client.update(self.server.base_url, outcome.version if outcome.proven else 0, closed=False)
         return outcome
 
     def rollouts(self, requests: Sequence[dict[str, Any]] = _REQUESTS) -> BatchOutcome:
@@ -112,14 +104,14 @@ def _tokens(outcome: BatchOutcome) -> list[tuple[int, ...]]:
     return [rollout.token_ids for rollout in outcome.rollouts]
 
 
-def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: Learner) -> None:
-    """Greedy tokens and prompts of images equal those of our vLLM engine after a round with the same weights."""
+def test_pushes_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: Learner) -> None:
+    """Greedy tokens and prompts of images equal those of our vLLM engine after a push of the same weights."""
     with engine_here() as ours:
-        courier = ThreadCourier([ServerEndpoint(ours.base_url, free_port())], _stream)
-        our_sync = make_sync(learner.module, courier, canary=learner.canary)
+        publisher = ThreadPublisher([ServerEndpoint(ours.base_url, free_port())], _stream)
+        our_sync = make_updates(learner.module, publisher, canary=learner.canary)
         answers = []
         for version in range(1, 4):
-            outcome = learner.round()
+            outcome = learner.push()
             assert outcome.proven == (0,), outcome.reports[0].error
             report = outcome.reports[0]
             assert (report.proof, report.transport) == ("canary", "gloo")
@@ -128,7 +120,7 @@ def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
             )
             said = vllm_serve.WeightVersion.parse(weight_version(learner.server))
             assert said == vllm_serve.WeightVersion("run", version)
-            assert our_sync.run(version, [0]).proven == (0,)
+            assert our_sync.run([0]).proven == (0,)
             expected = ours.infer(_REQUESTS, max_tokens=_NUM_TOKENS)
             rollouts = learner.rollouts().rollouts
             assert [each.token_ids for each in rollouts] == [each.token_ids for each in expected]
@@ -140,7 +132,7 @@ def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
             answers.append(tuple(each.token_ids for each in rollouts))
             train_a_little(learner.module)
         our_sync.close()
-    assert len(set(answers)) == 3  # the rounds really moved something
+    assert len(set(answers)) == 3  # the pushes really moved something
 
 
 def _stream(info: Any) -> Any:
@@ -171,33 +163,33 @@ class _BreaksOff(VllmTransport):
 
 def test_parameters_that_no_tensor_reached_are_named(plain: ServerProcess) -> None:
     learner = Learner(plain, transport=_LeavesOneOut)
-    error = str(learner.round().reports[0].error)
+    error = str(learner.push().reports[0].error)
     assert "1 of" in error
     assert "attn.proj.bias" in error
     assert is_paused(plain)
     learner.transport = VllmTransport
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
     learner.close()
 
 
-def test_a_round_that_breaks_off_leaves_the_server_suspect_and_the_next_one_mends_it(
+def test_a_push_that_breaks_off_leaves_the_server_suspect_and_the_next_one_mends_it(
     plain: ServerProcess,
 ) -> None:
-    """Its layers lie in pieces: what came of them must not be counted among the tensors of the next round."""
+    """Its layers lie in pieces: what came of them must not be counted among the tensors of the next push."""
     learner = Learner(plain, seed=3, transport=_BreaksOff)
-    assert learner.round().failed == (0,)
+    assert learner.push().failed == (0,)
     assert is_paused(plain)
     assert not learner.rollouts().rollouts
     learner.transport = VllmTransport
     train_a_little(learner.module)
-    outcome = learner.round()
+    outcome = learner.push()
     assert outcome.proven == (0,), outcome.reports[0].error
     assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
     learner.close()
 
 
 def test_a_request_that_it_refuses_is_given_up_alone(learner: Learner) -> None:
-    assert learner.round().proven == (0,)
+    assert learner.push().proven == (0,)
     broken = {"messages": [{"role": "user", "content": "<image>find"}], "images": ["AAAA"]}
     outcome = learner.rollouts([_REQUESTS[0], broken])
     assert [rollout.sample.key.index for rollout in outcome.rollouts] == [0]
@@ -226,23 +218,23 @@ def test_two_ranks_train_both_channels_and_every_round_is_proven(
     assert run.last_weights(0) == run.last_weights(1)
 
 
-def test_a_server_that_was_started_again_is_suspect_until_a_round(tmp_path: Path) -> None:
+def test_a_server_that_was_started_again_is_suspect_until_a_push(tmp_path: Path) -> None:
     port = free_port()
     server = start_plain(tmp_path, port)
     try:
         wait_until_it_serves(server)
         learner = Learner(server)
-        assert learner.round().proven == (0,)
-        assert not learner.sync.lost_servers()
+        assert learner.push().proven == (0,)
+        assert not learner.publisher.lost_servers()
         server.end()
-        assert learner.sync.lost_servers() == (0,)
+        assert learner.publisher.lost_servers() == (0,)
         server = learner.server = start_plain(tmp_path, port)
         wait_until_it_serves(server)
         outcome = learner.rollouts()
         assert not outcome.rollouts
-        assert "must be the process that the last round proved" in str(learner.client.suspects)
-        learner.sync.distrust([0])
-        assert learner.round().proven == (0,)
+        assert "was lost; who answers is another" in str(learner.client.suspects)
+        mark_suspect(learner.sync, 0)
+        assert learner.push().proven == (0,)
         assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
         learner.close()
     finally:

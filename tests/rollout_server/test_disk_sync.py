@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -80,14 +79,9 @@ class Learner:
         self.sync.begin(range(len(self._servers)), version=next(self._versions))
         return name_of(self.version)
 
-    def end(self) -> RoundOutcome:
-        while (outcome := self.sync.look()) is None:
-            time.sleep(0.005)
-        return outcome
-
     def push(self) -> RoundOutcome:
         self.begin()
-        return self.end()
+        return self.sync.wait()
 
     def retry(self) -> RoundOutcome:
         """The version that is kept, to a server that was suspected and answers again."""
@@ -95,7 +89,7 @@ class Learner:
         life = self.sync.lives[0]
         life.answered()
         life.retry_step = 0
-        return self.end()
+        return self.sync.wait()
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +284,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     wait_for(lambda: any(path.is_file() for path in written))
     pid = learner.publisher.pid
     os.kill(pid, signal.SIGKILL)
-    assert learner.end().reports[0].error in (None, KILLED)
+    assert learner.sync.wait().reports[0].error in (None, KILLED)
     if served(reader) == before:
         assert newest(shared) == old
     wait_for(lambda: learner.publisher.pid != pid or learner.publisher._worker.has_ended)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -86,14 +85,9 @@ class Learner:
                 parameter.add_(1.0)
         self.sync.begin([0, 1])
 
-    def end(self) -> RoundOutcome:
-        while (outcome := self.sync.look()) is None:
-            time.sleep(0.005)
-        return outcome
-
     def push(self) -> RoundOutcome:
         self.begin()
-        return self.end()
+        return self.sync.wait()
 
     def require_another_process_and_a_proof(self, pid: int) -> None:
         assert self.push().proven == (0, 1)
@@ -193,7 +187,7 @@ def test_a_process_that_is_killed_before_it_reads_its_command_fails_every_target
     learner.begin()
     learner.sync.look()
     kill(pid)
-    outcome = learner.end()
+    outcome = learner.sync.wait()
     assert {report.error for report in outcome.reports.values()} == {KILLED}
     assert [server.calls for server in learner.servers] == [[], []]
     learner.require_another_process_and_a_proof(pid)
@@ -219,7 +213,7 @@ def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(lea
     learner.begin()
     wait_for(lambda: learner.sync.look() is None and learner.sync.lives[0].version == learner.version)
     kill(pid)
-    outcome = learner.end()
+    outcome = learner.sync.wait()
     assert (outcome.proven, outcome.failed) == ((0,), (1,))
     assert outcome.reports[1].error == KILLED
     let_go.set()

@@ -133,13 +133,6 @@ def firsts(transport: Transport) -> list[float]:
     return [flat.view(torch.float32)[0].item() for flat in transport.sent]
 
 
-def end(updates: WaitedUpdates) -> RoundOutcome:
-    """Of the version that was begun last."""
-    while (outcome := updates.look()) is None:
-        time.sleep(0.005)
-    return outcome
-
-
 @pytest.fixture
 def servers() -> Iterator[list[FakeRolloutServer]]:
     def one_token(call: Any) -> Any:
@@ -181,7 +174,7 @@ def test_training_goes_on_while_a_push_waits_and_the_server_gets_the_weights_of_
         scene.train()
         assert updates.look() is None
         let_go.set()
-        outcome = end(updates)
+        outcome = updates.wait()
         assert (outcome.version, outcome.proven) == (version, (0,))
         assert firsts(scene.transports[0]) == [100.0 * (version - 1) + n for n in range(NUM_BUCKETS)]
 
@@ -324,7 +317,7 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
             assert updates.look() is None
             time.sleep(0.005)
         updates.updates.hurry()
-        outcome = end(updates)
+        outcome = updates.wait()
     finally:
         let_go.set()
     assert (outcome.proven, outcome.failed) == ((1 - hangs,), (hangs,))
