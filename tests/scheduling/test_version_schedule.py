@@ -63,3 +63,12 @@ def test_one_that_is_asked_for_is_due_at_once_and_goes_to_nobody_that_is_lost(be
     begun.begin(2)
     assert not begun.is_asked_for
     assert [is_due(begun, step) for step in (3, 6)] == [False, True]
+
+
+def test_the_cadence_counts_from_the_last_step_at_which_no_server_could_be_asked(
+    begun: VersionSchedule,
+) -> None:
+    for step in (0, 1, 2):
+        begun.hold(step)
+    assert [step for step in range(3, 8) if is_due(begun, step)] == [6, 7]
+    assert begun.begun == 1
