@@ -95,7 +95,7 @@ class PrefetchConfig:
     version_window: Whole = 2
     """A pack is fresh while it is at most this many versions old."""
     sync_every_steps: Count = 4
-    """Optimizer steps from one commit of weights to the next sync round."""
+    """Optimizer steps from one version of the weights to the next."""
     prefetch_target_packs: Count | None = None
     """Packs, ready or in the making, that the producer aims at. By default 4, or as many as B trains in
     ``version_window`` times ``sync_every_steps`` steps, of 8 B steps at most, and within a written ``queue_limit``."""
@@ -263,8 +263,7 @@ class EvaluationConfig:
     num_samples: Count = 64
     """Rows of ms-swift's validation set that are asked each time, the same ones: its first."""
     max_round_delay_steps: Whole = 4
-    """For how many optimizer steps an evaluation may hold a sync round back, or only its installs where servers stage,
-    before it is cut short."""
+    """For how many optimizer steps an evaluation may hold the next version back; then it is cut."""
     final_timeout_s: NotNegative = 600.0
     """With ``every_steps``, how many seconds after training one more round and evaluation, of the final weights, may
     take; 0 does without."""
