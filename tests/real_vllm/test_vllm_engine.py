@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +26,9 @@ from test_weight_sync import Learner
 from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.checked_call import check_call
-from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
+from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.weight_source import OfferedWeights, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
-from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
@@ -226,23 +223,22 @@ def test_requests_settle_or_are_told_in_time(server: RunningServer) -> None:
 
 def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
     """Requests come all the time; each answer must be the one of the version it is stamped with."""
-    modules = {version: load_learner(seed=version) for version in (21, 22, 23)}
+    learners = [load_learner(seed=seed) for seed in (21, 22, 23)]
+    modules: dict[int | None, Any] = {}
     answers: list[Completion] = []
     stop = threading.Event()
 
     def ask() -> None:
         while not stop.is_set():
-            tickets = server.engine.submit(
-                [_greedy(request) for request in (text_request(), image_request(70))]
-            )
-            answers.extend(ticket.future.result(DEADLINE_S) for ticket in tickets)
+            answers.extend(server.infer([text_request(), image_request(70)], max_tokens=8))
 
     with ThreadPoolExecutor(2) as pool:
         askers = [pool.submit(ask) for _ in range(2)]
         try:
-            for version, module in modules.items():
-                weights = _round_weights(server, module, version)
-                server.engine.install(weights, WeightStamp(version, "run-1"), DEADLINE_S, None)
+            for learner in learners:
+                round_ = LearnerRound(server, learner)
+                modules[round_.version] = learner
+                round_.run()
                 seen = len(answers)
                 wait_for(lambda: len(answers) > seen + 4)  # noqa: B023
         finally:
@@ -256,16 +252,8 @@ def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
         key = (c.weight_version, c.prompt_token_ids)
         if key not in expected:
             image = picture(70) if c.images_size else None
-            expected[key] = hugging_face_answer(
-                modules[int(c.weight_version or 0)], c.prompt_token_ids, 8, image
-            )
+            expected[key] = hugging_face_answer(modules[c.weight_version], c.prompt_token_ids, 8, image)
         assert list(c.token_ids) == expected[key]
-
-
-def _greedy(request: dict[str, Any]) -> Any:
-    body = {"infer_requests": [request], "request_config": {"max_tokens": 8, "temperature": 0.0}}
-    (wanted,) = check_call(json.dumps(body).encode(), RequestLimits()).requests
-    return wanted
 
 
 def test_workers_read_a_learners_memory_while_requests_run(server: RunningServer) -> None:
