@@ -27,12 +27,9 @@ from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.weight_source import OfferedWeights, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.weights.disk_versions import DiskVersions
-from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
-from swift_stage2.wire import WeightOffer, WeightWay
 
 DEADLINE_S = 120.0
 # At this temperature the tiny model never ends its turn before the limit.
@@ -197,18 +194,6 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     assert server.post_infer([text_request()]).status_code == 409  # and the server itself refuses too
     server.engine.install_fault = InstallFault.NONE
     assert learner.push().proven == (0,)
-
-
-def _round_weights(server: RunningServer, module: torch.nn.Module, version: int) -> OfferedWeights:
-    """What a learner on this host lends for a round."""
-    manifest = server.engine.manifest()
-    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    snapshot = SnapshotFile(manifest, bucket_bytes=2**20)
-    snapshot.put((spec.name, parameters[spec.name]) for spec in manifest)
-    snapshot.describe(WeightIdentity("run-1", version))
-    path = snapshot.file.path
-    offer = WeightOffer("run-1", version, manifest, WeightWay.SHARED_MEMORY, path=path)
-    return OfferedWeights(open_learner_memory(path), offer)
 
 
 def test_requests_settle_or_are_told_in_time(server: RunningServer) -> None:
