@@ -151,7 +151,7 @@ class MeasuredSystem:
         began = time.perf_counter()
         self._sync.begin([0], version=next(self._versions))
         begun = time.perf_counter() - began
-        phases = phases_of(self._sync.wait())
+        phases = phases_of(self._sync.wait())  # deadline: the push's
         if counted:
             self.found.bare.append(bare)
             self.found.pause.append(begun - phases["canary"])

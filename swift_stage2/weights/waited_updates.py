@@ -59,7 +59,7 @@ class WaitedUpdates:
             WeightSyncError: the learner's weights cannot be pushed.
         """
         self.begin(targets, version=version)
-        return self.wait()
+        return self.wait()  # deadline: the pushes' own
 
     def begin(self, targets: Sequence[int], *, version: int | None = None) -> None:
         """The first part of ``run``: takes the snapshot."""
