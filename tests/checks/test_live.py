@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,8 +58,7 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
     before = resident_sum(server)
     report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
     assert report.status == 0, report.text
-    # The tiny model finds too little in images of this size to tell in which numbers it does.
-    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == ["coordinates"]
+    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == []
     assert resident_sum(server) == before
     texts = {
         "who answers": "swift-stage2 rollout (transformers), serving",
@@ -66,7 +66,7 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
         "dry sync round": "proven by checksums+canary",
         "timed rollouts": "8 in ",
         "parsed and matched": "8 rollout(s): ",
-        "coordinates": "cannot tell: ",
+        "coordinates": "healthy: ",
         "rate": "a B step trains 2 packs * 1 rank(s)",
         "settings": "as written",
     }
@@ -117,20 +117,22 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
 
 @pytest.mark.slow
 def test_a_server_that_takes_another_runs_weights_is_left_alone(
-    server: RunningServer, configure: Configure, doctor: Doctor
+    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = LearnerRound(server, load_learner(), run_id="other")
     other.push()
+    may_end = threading.Event()
+    monkeypatch.setattr(server.engine, "settle", lambda timeout_s, given_up: 0 if may_end.wait(60) else 1)
     with ThreadPoolExecutor(1) as pool:
-        with server.service.slot.admission():
-            installing = pool.submit(other.install)
-            wait_for(lambda: server.state() == wire.INSTALLING_STATE)
-            report = doctor(configure(server.base_url), "--live")
-            assert server.state() == wire.INSTALLING_STATE
+        installing = pool.submit(other.install)
+        wait_for(lambda: server.state() == wire.INSTALLING_STATE)
+        report = doctor(configure(server.base_url), "--live")
+        assert server.state() == wire.INSTALLING_STATE
+        may_end.set()
         assert installing.result(60).status_code == 200
     other.close()
     assert report.failed == ["who answers"]
-    assert "it takes the weights of another run" in report.row("who answers")["found"]
+    assert "another run has it install weights" in report.row("who answers")["found"]
     assert report.row("who answers")["fix"].startswith("end that run")
 
 
