@@ -106,7 +106,7 @@ def test_a_server_that_the_run_cannot_have_fails_as_it_would_at_a_start(
         (answers({"incarnation": "i", "state": "loading"}), "state=loading", "wait if it is loading"),
         (
             answers({"incarnation": "i", "state": "installing"}),
-            "it takes the weights of another run",
+            "another run has it install weights",
             "end that run",
         ),
     ],
