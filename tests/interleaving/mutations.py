@@ -234,7 +234,7 @@ class VersionReadingClient(RolloutClient):
 class HastyLearner(Learner):
     """The clock moves before the packs of the step are taken."""
 
-    def _agree(self, step: int, reservation: Any, **more: Any) -> Any:
+    def _agree(self, step: int, reservation: Any = None, **more: Any) -> Any:
         outcome, news = super()._agree(step, reservation, **more)
         versions = self._versions
         if versions is not None:
@@ -400,7 +400,7 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (PushedWhileAsked, "an /infer/ reaches|weights change on|a push begins while"),
     (CopiedOverAPush, "is copied over"),
     (LostSamples, "nobody holds them"),
-    (ForgottenReturns, "nobody holds them"),
+    (ForgottenReturns, "nobody holds them|that nobody gives"),
     (OutTwice, "PipelineFailed for no reason|EvaluationCounts"),
     (ResumedAndAsked, "in two places|PipelineFailed for no reason"),
     (NewestSpanCounts, "has the tokens"),
