@@ -408,7 +408,7 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (LateTelling, "the ledger does not balance: a checkpoint holds exactly the samples in hand"),
     (VersionsUnderEvaluations, "under the evaluation of version"),
     (VersionsAfterEvaluations, "a version is held back"),
-    (AheadUsedAtOnce, "uses a rollout of version"),
+    (AheadUsedAtOnce, "uses a rollout of version|nobody heard proven there"),
     (UnconfirmedKept, "of which nothing more comes"),
     (ProofLiftsOwnSuspicion, "suspected since, or in, the push that proved it"),
     (ProofLiftsAgreedSuspicion, "suspected since, or in, the push that proved it"),
