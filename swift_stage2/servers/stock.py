@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers.call import ReplyT
-from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
+from swift_stage2.servers.session import Deadline, ReplyT, ServerSession, reset_cache
 from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member
 
 _MOST_WORKERS = 2**16

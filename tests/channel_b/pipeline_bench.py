@@ -242,7 +242,7 @@ class Bench:
     trained: list[SampleKey] = field(default_factory=list)
 
     def observe(self, **changes: Any) -> None:
-        pacing = {"step": 0, "last_commit_step": 0, "current_version": self.clock.current}
+        pacing = {"step": 0, "begun_step": 0, "current_version": self.clock.current}
         known = {each.name for each in fields(PacerInputs)}
         pacing |= {name: value for name, value in changes.items() if name in known}
         view: dict[str, Any] = {
@@ -260,7 +260,7 @@ class Bench:
         """A step's wait; one that nothing ends fails the test."""
         self.client.max_prompts = changes.get("max_prompts", 6)
         step = changes.get("step", 0)
-        pacing = PacerInputs(step=step, last_commit_step=0, current_version=self.clock.current)
+        pacing = PacerInputs(step=step, begun_step=0, current_version=self.clock.current)
         view = StepView(
             pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
         )

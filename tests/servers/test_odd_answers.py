@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from live_merger import LiveMerger, live_merger
 
 from swift_stage2 import wire
-from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.channel_b.rollouts.requests import PostEnd
+from swift_stage2.channel_b.rollouts.routes import RouteNow
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import infer_wire
 from swift_stage2.servers.session import Deadline, ServerSession

@@ -17,9 +17,8 @@ from weight_updates import make_spec
 
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollouts import RolloutClient
-from swift_stage2.channel_b.rollouts.chat_route import route_to
-from swift_stage2.channel_b.rollouts.infer_route import InferRoute
 from swift_stage2.channel_b.rollouts.requests import PostEnd
+from swift_stage2.channel_b.rollouts.routes import InferRoute, route_to
 from swift_stage2.checks import servers
 from swift_stage2.checks.servers import look_for
 from swift_stage2.config import DecodingConfig, Stage2Config
@@ -102,7 +101,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture
 def route(server: FakeRolloutServer) -> InferRoute:
-    return route_to(server.url, "tiny", api_key=None, connect_timeout_s=5.0)
+    return route_to(server.url, "tiny", api_key=None)
 
 
 def _asked(server: FakeRolloutServer) -> list[str]:

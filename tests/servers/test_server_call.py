@@ -13,8 +13,7 @@ import pytest
 from hostile_server import HostileServer
 
 from swift_stage2.errors import FaultKind, ServerFault
-from swift_stage2.servers.call import ServerHttp, run
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline, ServerHttp, ServerSession, run
 
 AMPLE_S = 60.0
 SHORT_S = 0.3

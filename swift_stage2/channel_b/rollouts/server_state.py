@@ -16,10 +16,12 @@ request's answer to another, and where one went astray, those to equal prompts m
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.errors import PromptMismatch
 from swift_stage2.records import Rollout
 from swift_stage2.servers.infer_wire import Completion
@@ -35,6 +37,29 @@ class InFlightRequest:
     """Moment by which it has to be settled, once it is abandoned."""
     is_wanted: bool = True
     """False once its server was withdrawn or suspected; a later proof does not bring it back."""
+
+
+class PlaceLimit:
+    """The requests that a server gets at once, in a POST each or together: one more per full set answered, half when
+    it had no room or time."""
+
+    def __init__(self) -> None:
+        self._limit = math.inf
+        self._cut_s = -math.inf
+
+    def within(self, most: int) -> int:
+        """The limit now, between 1 and ``most``."""
+        return max(1, int(min(most, self._limit)))
+
+    def observe(
+        self, end: PostEnd, *, began_s: float, ended_s: float, most: int, num_requests: int = 1
+    ) -> None:
+        """One POST ended. One that left before the last cut says nothing new of the server."""
+        if end is PostEnd.ANSWERED:
+            self._limit += num_requests / self.within(most)
+        elif end in (PostEnd.BUSY, PostEnd.TIMED_OUT) and began_s >= self._cut_s:
+            self._limit = self.within(most) / 2
+            self._cut_s = ended_s
 
 
 class ServerState:
