@@ -22,7 +22,6 @@ from swift_stage2.compat import zero3_unknown
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
 from swift_stage2.servers.image_opening import image_as_base64
-from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 IGNORED_LABEL = -100
 ALTERNATIVE_TOKENS = ("alternatives", "duplicates")
@@ -60,9 +59,7 @@ class PromptEncoding:
 class Encoder:
     """Encodes for channel B. Owns its template and tokenizer; not thread-safe, one thread owns it."""
 
-    def __init__(self, template: Any, *, packing_length: int, span: EnterSpan = untraced) -> None:
-        """``span`` is entered as "encode" for what the template does to a sample."""
-        self._span = span
+    def __init__(self, template: Any, *, packing_length: int) -> None:
         # A copy through the template's own pickling support carries no weights and shares no tokenizer
         # with channel A (a fast tokenizer must not be used by two threads at once).
         self._template = copy.deepcopy(template)
@@ -94,12 +91,6 @@ class Encoder:
         """
         self._template.dummy_model = _model_without_weights(self._template)
 
-    def with_span(self, span: EnterSpan) -> Encoder:
-        """The same encoder, entering another span; template and tokenizer are shared."""
-        other = copy.copy(self)
-        other._span = span
-        return other
-
     @property
     def plain_token_ids(self) -> tuple[int, ...]:
         """Tokens of text alone: neither special ones nor the places of an image."""
@@ -128,8 +119,7 @@ class Encoder:
         row = copy.deepcopy(kept)  # the template changes what it is given
         row["messages"] = _prompt_messages(sample.row)
         row["objects"] = {"ref": [], "bbox": []}  # so that the template keeps the images' own sizes
-        with self._span("encode"):
-            encoding = self._encode(row, return_template_inputs=True)
+        encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
         sizes = tuple(image.size for image in inputs.images)
         size = sizes[0] if sizes else None

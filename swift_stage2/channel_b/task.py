@@ -7,12 +7,11 @@ others.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
@@ -21,7 +20,6 @@ from swift_stage2.config.objective import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.config.rules import find, register
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder
@@ -88,8 +86,7 @@ def reward_terms(quality: MatchQuality) -> dict[str, float]:
 class Task(ABC):
     """Reads a row's truth, corrects rollouts by it, and says what is measured.
 
-    Pure: it owns no thread, and is pickled to the process that preprocesses. ``span`` is entered with the name of
-    every stage.
+    Pure: it owns no thread, and is pickled to the process that preprocesses.
     """
 
     closing_weight: float = 1.0
@@ -107,7 +104,6 @@ class Task(ABC):
     """Those that the configuration writes."""
     settings: ClassVar[type | None] = None
     """A frozen dataclass of the settings that ``stage2_ab.task_settings`` may hold; its rules raise ConfigError."""
-    span: EnterSpan = staticmethod(untraced)
 
     @classmethod
     def from_config(cls, config: Stage2Config) -> Task:
@@ -185,12 +181,6 @@ class Task(ABC):
     def fingerprint(self) -> list[str]:
         """Answers as this task writes them: what all ranks and a resumed run must write alike."""
         return []
-
-    def with_span(self, span: EnterSpan) -> Self:
-        """The same task, entering another span."""
-        other = copy.copy(self)
-        other.span = span
-        return other
 
 
 TASKS: dict[str, type[Task]] = {}
