@@ -17,7 +17,7 @@ import torch
 from PIL.Image import DecompressionBombError
 
 from swift_stage2.channel_b.task import Convert
-from swift_stage2.columns import COLUMNS, Per
+from swift_stage2.columns import COLUMNS
 from swift_stage2.compat import zero3_unknown
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
@@ -214,7 +214,7 @@ class Encoder:
         Hugging Face isolates packed segments only when the text position ids are the first of four rows
         of ``position_ids`` (and no cache is used, which the trainer sees to); ms-swift's own collator
         hands them over in a separate entry that its trainer removes again. Columns that any segment carries are
-        entries of the batch, beside ``labels`` or, of one with a value per segment, of shape (segments,).
+        entries of the batch, beside ``labels``.
         """
         encodings = [dict(encoding) for segment in segments for encoding in segment.encodings]
         columns = _take_columns(encodings) | _take_alternative_tokens(encodings)
@@ -303,13 +303,9 @@ def _take_columns(encodings: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor
     """The columns by name, out of the encodings; fillers for those that lack one."""
     tensors = {}
     for name in [name for name in COLUMNS if any(name in encoding for encoding in encodings)]:
-        column = COLUMNS[name]
-        values = [
-            encoding.pop(name, [column.filler] * column.num_values(encoding["length"]))
-            for encoding in encodings
-        ]
-        tensor = torch.tensor(list(chain.from_iterable(values)), dtype=getattr(torch, column.dtype))
-        tensors[name] = tensor[None] if column.per is Per.TOKEN else tensor
+        filler = COLUMNS[name].filler
+        values = (encoding.pop(name, [filler] * encoding["length"]) for encoding in encodings)
+        tensors[name] = torch.tensor([list(chain.from_iterable(values))])
     return tensors
 
 
