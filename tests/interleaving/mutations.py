@@ -233,7 +233,7 @@ class VersionReadingClient(RolloutClient):
 class HastyLearner(Learner):
     """The clock moves before the packs of the step are taken."""
 
-    def _agree(self, step: int, reservation: Any, **more: Any) -> Any:
+    def _agree(self, step: int, reservation: Any = None, **more: Any) -> Any:
         outcome, news = super()._agree(step, reservation, **more)
         versions = self._versions
         if versions is not None:
