@@ -455,9 +455,9 @@ def test_what_must_be_of_one_version_is_asked_of_who_has_proven_it(
 def test_a_suspicion_outlasts_a_proof_until_all_ranks_have_heard_of_it(
     updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    updating.mark_suspect(server.url, "it permutes")
+    updating.mark_suspect(server.url, "a doubt")
     prove(updating, version=4)  # agreed on before
-    assert (updating.proven, updating.suspects) == ((), {server.url: "it permutes"})
+    assert (updating.proven, updating.suspects) == ((), {server.url: "a doubt"})
     assert [updating.take_suspicions() for _ in range(2)] == [{server.url}, frozenset()]
     withdraw(updating, server.url)
     assert (updating.proven, updating.busy()) == ((), frozenset())

@@ -75,7 +75,7 @@ class RolloutClient:
         self.stopping = threading.Event()
         self.seeds = SeedLedger(run_seed=run_seed, rank=self.rank, world_size=self.world_size)
         self._default = RequestSettings(self.decoding, self.observer, self.columns)
-        self.loop, self._told = CallLoop(), asyncio.Event()
+        self.loop, self._stopped = CallLoop(), asyncio.Event()
         self._kinds = dict(self.kinds)
         self._servers = {url: self._new_server(url, number) for number, url in enumerate(self.servers)}
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
@@ -183,14 +183,7 @@ class RolloutClient:
         Without ``settings`` with the decoding and the observer that the client was made with. Every sample comes out
         of ``next_finished`` once. A request waits for a ticket as long as it takes, and apart from that at most 2 ×
         ``request_timeout_s`` once a place works on it. More than ``free_places`` wait for longer.
-
-        Raises:
-            ValueError: not one request per sample.
         """
-        if len(samples) != len(requests):
-            raise ValueError(
-                f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
-            )
         with self._changed:
             if self._thread.ident is None and not self.stopping.is_set():
                 self._thread.start()
@@ -259,10 +252,7 @@ class RolloutClient:
                 server.fill()  # what was submitted at the last moment comes back
 
     async def _serve(self) -> None:
-        while not self.stopping.is_set():
-            self._told.clear()
-            if not self.stopping.is_set():
-                await self._told.wait()  # deadline: the client's life
+        await self._stopped.wait()  # deadline: the client's life
         closing = (server.close() for server in self._servers.values())
         await asyncio.gather(*closing, return_exceptions=True)
 
@@ -276,7 +266,8 @@ class RolloutClient:
             server.cut_calls()
             if self.stopping.is_set():
                 server.fill()
-        self._told.set()
+        if self.stopping.is_set():
+            self._stopped.set()
 
     def _proven_servers(self) -> list[ServerClient]:
         return [server for server in tuple(self._servers.values()) if server.state.is_proven]

@@ -10,8 +10,6 @@ counts once this server has proven it. An ``InFlightRequest`` keeps what that is
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
 learner on another one. Other pixel limits differ on large images only, so a server with many such samples is told of.
-An answer whose prompt is that of another sample in the batch says nothing against its own sample: the server gave one
-request's answer to another, and where one went astray, those to equal prompts may have as well.
 """
 
 from __future__ import annotations
@@ -217,22 +215,6 @@ class ServerState:
         )
 
 
-PERMUTED = "it gave one request's answer to another, as the prompt ids of its answers show"
-
-
-def permuting_servers(rollouts: Sequence[Rollout], found: Sequence[object]) -> frozenset[str]:
-    """Base URLs among ``rollouts``; ``found[i]`` is what the preprocessor made of ``rollouts[i]``, or its refusal."""
-    asked: dict[str, set[tuple[int, ...]]] = {}
-    for rollout, each in zip(rollouts, found, strict=True):
-        prompt = each.expected if isinstance(each, PromptMismatch) else rollout.prompt_token_ids
-        asked.setdefault(rollout.server, set()).add(prompt)
-    return frozenset(
-        rollout.server
-        for rollout, each in zip(rollouts, found, strict=True)
-        if isinstance(each, PromptMismatch) and rollout.prompt_token_ids in asked[rollout.server]
-    )
-
-
 def servers_at_fault(
     rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
 ) -> dict[str, str]:
@@ -245,8 +227,7 @@ def servers_at_fault(
     for rollout, each in zip(rollouts, found, strict=True):
         if isinstance(each, PromptMismatch) and rollout.server not in agreeing:
             mismatches.setdefault(rollout.server, []).append(each)
-    misreading = {
+    return {
         server: f"its prompts differ from the learner's ({len(each)} of {len(each)}, and none agreed before): {each[0]}"
         for server, each in mismatches.items()
     }
-    return misreading | dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
