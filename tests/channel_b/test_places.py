@@ -148,19 +148,6 @@ def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(server: FakeR
     assert sample.key.index == 7
 
 
-def test_a_server_that_is_withdrawn_gives_everything_back(
-    server: FakeRolloutServer, go_on: threading.Event
-) -> None:
-    server.on_infer = holding(go_on, *map(str, range(9)))
-    with streaming(server, request_timeout_s=3600.0) as client:
-        samples = submit(client, PLACES + 1)
-        server.wait_until(lambda: len(server.infer_calls) == PLACES)
-        withdraw(client, server.url)
-        outcome = collect(client, samples)
-        assert (positions(outcome.returned), client.in_flight) == (list(range(PLACES + 1)), 0)
-    assert len(server.infer_calls) == PLACES, "what waited was not asked"
-
-
 @pytest.mark.parametrize(
     "lose_trust",
     [
@@ -226,18 +213,6 @@ def test_a_server_is_drained_when_all_places_have_ended(
     rollouts = [rollout for outcome in outcomes if outcome is not None for rollout in outcome.rollouts]
     assert sorted(rollout.version for rollout in rollouts) == [3] * PLACES + [4]
     assert {rollout.sample.key for rollout in rollouts} == {sample.key for sample in samples}
-
-
-def test_a_stop_ends_every_place(server: FakeRolloutServer, go_on: threading.Event) -> None:
-    server.on_infer = holding(go_on, *map(str, range(9)))
-    client = streaming(server, request_timeout_s=3600.0)
-    samples = submit(client, PLACES + 1)
-    server.wait_until(lambda: len(server.infer_calls) == PLACES)
-    client.request_stop()
-    outcome = collect(client, samples)
-    assert (len(outcome.returned), client.suspects, client.free_places) == (PLACES + 1, {}, 0)
-    client.close()
-    assert not client._thread.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(8))

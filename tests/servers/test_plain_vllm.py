@@ -131,18 +131,6 @@ def test_its_log_probs_are_of_another_distribution_and_refused_where_they_are_ne
     ) == log_probs
 
 
-def test_vllm_without_the_routes_of_a_round_is_told_from_other_programs(
-    server: FakeRolloutServer, vllm: PlainVllm
-) -> None:
-    with ServerSession(server.url) as session:
-        server.on_get = lambda call: vllm.get(call) if call.path == "/version" else Answer(status=404)
-        assert session.info(Deadline(_PATIENCE_S)).chat_model is None
-        told = vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
-        assert "0.32 or later with VLLM_SERVER_DEV_MODE=1" in told
-        server.on_get = lambda call: Answer(status=404)
-        assert not vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
-
-
 def test_a_post_is_one_call_a_request_in_order_and_names_its_weights(
     server: FakeRolloutServer, route: InferRoute, loop: asyncio.Runner
 ) -> None:
