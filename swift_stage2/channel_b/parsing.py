@@ -93,15 +93,14 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
 def _read_coordinates(box: Any, count: int) -> tuple[float, ...]:
     numbers = box if isinstance(box, Sequence) and not isinstance(box, str) else ()
     if len(numbers) != count or not all(type(number) in (int, float) for number in numbers):
-        wanted = (
+        what = (
             "a box must be four numbers x1, y1, x2, y2" if count == 4 else "a point must be two numbers x, y"
         )
-        raise SampleError(wanted, got=f"bbox={box}")
+        raise SampleError(what, got=f"bbox={box}")
     if not (is_in_order(numbers) and max(numbers) <= _MOST_PIXELS):
-        if count == 2:
-            raise SampleError("a point must have 0 <= x and 0 <= y", got=f"bbox={box}")
+        order = "0 <= x1 <= x2 and 0 <= y1 <= y2" if count == 4 else "0 <= x and 0 <= y"
         raise SampleError(
-            "a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2",
+            f"{'a box' if count == 4 else 'a point'} must have {order}",
             got=f"bbox={box}",
             remedy="write x + width and y + height for x2 and y2 if these are its size, or mend or remove the row",
         )

@@ -301,19 +301,13 @@ class ServerSession(ServerHttp):
                     f"{fault}: a server that was ours in this run must stay ours; start swift-stage2 rollout there",
                     kind=FaultKind.STATUS,
                 ) from fault
-            return self._info_of_another(deadline)
+            return vllm_serve.find_info(self, deadline) or wire.ServerInfo(stock=True)
         info = self.read(wire.SERVER_INFO, wire.ServerInfo.from_json, reply)
         if info.state in _OUT_OF_SERVICE:
             raise ServerFault(
                 f"{self.base_url}{wire.SERVER_INFO}: the server's engine must be ready, got state={info.state}"
             )
         return info
-
-    def _info_of_another(self, deadline: Deadline) -> wire.ServerInfo:
-        model = vllm_serve.find_model(self, deadline)
-        if model is None:
-            return wire.ServerInfo(stock=True)
-        return wire.ServerInfo(stock=True, model=model.root, chat_model=model.name)
 
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""

@@ -7,7 +7,7 @@ keeps until its process ends, so one with run and version tells whose weights an
 
 from __future__ import annotations
 
-import json
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as message
 
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers.infer_wire import Completion
-from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member, parse_json, read
+from swift_stage2.wire import OPEN, Int, Many, Message, ServerInfo, Sums, Text, member
 
 if TYPE_CHECKING:
     from swift_stage2.servers.session import Deadline, ServerSession
@@ -52,27 +52,17 @@ class WeightVersion:
     version: int
 
     def __str__(self) -> str:
-        return json.dumps([self.run_id, self.version])
+        return f"{self.run_id}/{self.version}"
 
     @classmethod
     def parse(cls, said: str) -> WeightVersion | None:
         """None if the text is not a learner's."""
-        with suppress(ProtocolError, TypeError, ValueError):
-            run_id, version = parse_json(said.encode())
-            return cls(str(run_id), read(Int, version, "version"))
-        return None
+        found = re.fullmatch(r"(.+)/([0-9]{1,18})", said)
+        return cls(found[1], int(found[2])) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class PlainModel:
-    """The model that a ``vllm serve`` holds: the name to ask it by, and the path or hub id it was read from."""
-
-    name: str
-    root: str
-
-
-def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
-    """The served model if a ``vllm serve`` with its development routes answers; else None.
+def find_info(session: ServerSession, deadline: Deadline) -> ServerInfo | None:
+    """What a ``vllm serve`` with its development routes says of itself; None of another program.
 
     Raises:
         ServerFault: it cannot be asked, or its engine has failed.
@@ -83,7 +73,14 @@ def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
         if fault.is_foreign:
             return None
         raise
-    return session.read(MODELS, _parse_model, session.get(MODELS, deadline))
+    return session.read(MODELS, _read_models, session.get(MODELS, deadline))
+
+
+def _read_models(data: Any) -> ServerInfo:
+    """The served model: the name to ask it by, and the path or hub id that it was read from."""
+    model = member(data, "data", Annotated[Many[dict[str, Any]], Field(min_length=1)])[0]
+    name = member(model, "id", Text)
+    return ServerInfo(stock=True, model=member(model, "root", Text | None) or name, chat_model=name)
 
 
 TRANSFER_OPTION = """--weight-transfer-config '{"backend": "nccl"}'"""
@@ -141,12 +138,6 @@ def ask_digests(session: ServerSession, deadline: Deadline, *, blank: bool = Fal
         session.post(_CHECKER, {"action": "reset"}, deadline)
     reply = session.post(_CHECKER, {"action": "checksum"}, deadline)
     return session.read(_CHECKER, partial(member, key="checksums", kind=Sums), reply)
-
-
-def _parse_model(data: Any) -> PlainModel:
-    model = member(data, "data", Annotated[Many[dict[str, Any]], Field(min_length=1)])[0]
-    name = member(model, "id", Text)
-    return PlainModel(name, member(model, "root", Text | None) or name)
 
 
 def parse_weight_version(data: Any) -> str:
