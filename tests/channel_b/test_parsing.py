@@ -171,6 +171,10 @@ def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
     return f'"{name}": {{"desc": "{label}", "bbox_2d": [{box}]}}'
 
 
+def listed(*entries: str) -> str:
+    return "{" + ", ".join(entries) + "}"
+
+
 @pytest.mark.parametrize(
     ("body", "labels", "dropped", "unclosed"),
     [
@@ -186,28 +190,13 @@ def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
         ("", "", {}, False),
         ("Sure: ```\n{" + entry("object_1", "x") + "}\n``` {" + entry("object_2", "y") + "}", "x", {}, False),
         ("{" + entry("object_1", "x") + "}<|im_end|>{", "x", {}, False),
+        (listed(entry("thing_1", "x"), entry("object_2", "y")), "y", {"unexpected_key": 1}, False),
+        (listed(entry("object_", "x"), entry("object_1a", "y")), "", {"unexpected_key": 2}, False),
+        (listed(entry("object_²", "x")), "", {"unexpected_key": 1}, False),
+        (listed(entry("object_1", "x"), entry("object_1", "y")), "x", {"unexpected_key": 1}, False),
+        (listed(entry("object_1", "x"), entry(r"object_\u0031", "y")), "x", {"unexpected_key": 1}, False),
         (
-            "{" + entry("thing_1", "x") + ", " + entry("object_2", "y") + "}",
-            "y",
-            {"unexpected_key": 1},
-            False,
-        ),
-        ("{" + entry("object_", "x") + entry("object_1a", "y") + "}", "", {"unexpected_key": 2}, False),
-        ("{" + entry("object_²", "x") + "}", "", {"unexpected_key": 1}, False),
-        (
-            "{" + entry("object_1", "x") + ", " + entry("object_1", "y") + "}",
-            "x",
-            {"unexpected_key": 1},
-            False,
-        ),
-        (
-            "{" + entry("object_1", "x") + ", " + entry(r"object_\u0031", "y") + "}",
-            "x",
-            {"unexpected_key": 1},
-            False,
-        ),
-        (
-            '{"object_1": 7, ' + entry("object_1", "y") + "}",
+            listed('"object_1": 7', entry("object_1", "y")),
             "",
             {"not_an_object": 1, "unexpected_key": 1},
             False,
