@@ -77,27 +77,6 @@ def start_communication(swift: Mapping[str, Any]) -> None:
     )
 
 
-def shard_on_cpu_ranks(swift: Mapping[str, Any]) -> None:
-    """Before the trainer is made: lets Accelerate shard on CPU ranks, if ``swift`` says ``fsdp`` and ``use_cpu``.
-
-    It knows FSDP on devices only: on CPUs it trains with DDP instead, without a word.
-    """
-    if not (swift.get("fsdp") and swift.get("use_cpu") is True and "RANK" in os.environ):
-        return
-    state: Any = importlib.import_module("accelerate.state")
-    make = state.AcceleratorState.__init__
-
-    def make_sharding(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        make(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and self.distributed_type is state.DistributedType.MULTI_CPU:
-            if self.mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self.mixed_precision)
-            self.distributed_type = state.DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-
-    state.AcceleratorState.__init__ = make_sharding
-
-
 def keep_buffers_exact() -> None:
     """Between ms-swift's reading of its arguments and its loading of the model: keeps float32 buffers under ZeRO-3.
 

@@ -19,7 +19,6 @@ from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor, ScoredRollout
 from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
-from swift_stage2.channel_b.rollouts.server_state import PERMUTED, permuting_servers
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
@@ -195,13 +194,7 @@ class RankEvaluation:
     ) -> None:
         if not rollouts:
             return
-        verdicts = self.preprocessor.score(rollouts)
-        permuting = permuting_servers(rollouts, verdicts)
-        for server in sorted(permuting):
-            self.client.mark_suspect(server, PERMUTED)
-        for rollout, scored in zip(rollouts, verdicts, strict=True):
-            if rollout.server in permuting:
-                continue  # as if it had not answered
+        for rollout, scored in zip(rollouts, self.preprocessor.score(rollouts), strict=True):
             number = rollout.sample.key.position
             if isinstance(scored, ScoredRollout):
                 found[number] = rollout, scored

@@ -227,7 +227,7 @@ class Target:
     match: ObjectMatch | None = None  # None of a task without boxes or points
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The task's own: an amount, and out of how much. An evaluation divides the sums of both."""
-    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of ``Task.columns``
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of ``columns.py``
     alternatives: tuple[tuple[int, int], ...] = ()  # (place, token) that is as right there; ascending
     duplicates: tuple[tuple[int, int], ...] = ()  # (place, token) that would repeat an object; ascending
 

@@ -146,21 +146,13 @@ class Stage2Run:
         self._resumed_save_id = state["save_id"]
         self.telemetry.load_state_dict(state["telemetry"])
         if self.channel_b is not None and state["learner"]:
-            _check_fingerprint(state["learner"].get("answer_fingerprint"), self.channel_b.answer_fingerprint)
+            _check_fingerprint(state["learner"]["answer_fingerprint"], self.channel_b.answer_fingerprint)
             self.channel_b.source.load_state_dict(state["learner"]["source"])
-            self._tell_objective(state["learner"].get("objective"), self.channel_b.objective)
             if (version := state["learner"]["version"]) > self.channel_b.clock.current:
                 self.channel_b.clock.advance(version)
                 self.channel_b.schedule.begun = version
             if self.channel_b.evaluation is not None:
                 self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))
-
-    def _tell_objective(self, before: str | None, now: str) -> None:
-        """Two objectives that the stream allows are both fine: no pack is kept. An earlier checkpoint does not tell."""
-        if before not in (None, now) and self.control.rank == 0:
-            self.telemetry.record_warning(
-                f"channel B trains by stage2_ab.objective: {now} from here on; until this checkpoint it was {before}"
-            )
 
     def together(self, work: Callable[[], ResultT]) -> ResultT:
         """Returns what ``work`` does once it has succeeded on every rank; raises on all when it fails on one."""
@@ -192,9 +184,8 @@ def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: Channe
     )
 
 
-def _check_fingerprint(before: Sequence[str] | None, now: Sequence[str]) -> None:
-    """A checkpoint of an earlier version does not tell."""
-    if before is not None and before != list(now):
+def _check_fingerprint(before: Sequence[str], now: Sequence[str]) -> None:
+    if before != list(now):
         raise DatasetError(
             "resume needs answers written as before",
             got=f"answers={list(now)}, checkpoint answers={before}",

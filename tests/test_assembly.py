@@ -25,7 +25,6 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
-from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
 
 
@@ -162,15 +161,6 @@ def _ours(**facts: Any) -> Callable[[Any], Answer]:
     return lambda call: Answer(body=json.dumps(info.to_json()).encode())
 
 
-def test_an_absent_server_of_ours_joins_as_one(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    server.on_get = _ours()
-    found = FoundServers(absent={server.url: "ConnectError"})
-    assert examine(configure(server.url), found, server.url) == ServerKind(is_ours=True)
-    assert found.kinds == {server.url: ServerKind(is_ours=True)}
-
-
 def test_an_absent_server_must_pass_the_checks_of_a_start(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,15 +197,6 @@ def test_another_program_is_no_stock_server(
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
     with pytest.raises(ConfigError, match="must be a rollout server, got an answer of another program"):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
-
-
-def test_a_server_that_is_named_twice_is_refused(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    server.on_get = _ours()
-    name = server.url.replace("127.0.0.1", "127.1")
-    with pytest.raises(ConfigError, match=f"got base_url='{name}', which is {server.url} by another name"):
-        wait_for_servers(configure(server.url, name), SingleRank())
 
 
 def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
@@ -268,28 +249,6 @@ def test_a_server_that_takes_turns_is_refused(
     server.on_reset = lambda call: Answer(body=json.dumps(said).encode())
     with pytest.raises(ConfigError, match=f"must answer in one turn, .*got {option} at {server.url}"):
         wait_for_servers(configure(server.url), SingleRank())
-
-
-def test_a_stock_server_needs_vllm_beside_the_learner(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers, "vllm_is_installed", lambda: False)
-    with pytest.raises(ConfigError, match="vLLM must be installed beside the learner, got none; install it"):
-        wait_for_servers(configure(server.url), SingleRank())
-
-
-def test_a_plain_vllm_is_found_with_the_name_that_it_is_asked_by(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    answers = {
-        vllm_serve.WEIGHT_INFO: {"weight_version": "default"},
-        vllm_serve.MODELS: {"data": [{"id": "tiny"}]},
-    }
-    server.on_get = lambda call: (
-        Answer(body=json.dumps(answers[call.path]).encode()) if call.path in answers else Answer(status=404)
-    )
-    found = wait_for_servers(configure(server.url), SingleRank())
-    assert found.kinds == {server.url: ServerKind(chat_model="tiny")}
 
 
 @pytest.mark.slow

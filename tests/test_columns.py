@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from builders import config_of
+from detection_task import make_task
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swift_stage2.channel_b.detection import DetectionTask
-from swift_stage2.channel_b.task import TASKS, Task, correct_by, needed_columns, register_task, try_task
-from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, asked_by, given_by, register_column
+from swift_stage2.channel_b.task import TASKS, correct_by, needed_columns
+from swift_stage2.columns import LOG_PROBS, asked_by, given_by
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
-from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
+from swift_stage2.errors import ConfigError, ProtocolError, SampleError
+from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.servers import infer_wire
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
@@ -81,16 +81,6 @@ def test_columns_are_recorded_where_an_answer_brings_them() -> None:
     assert given_by(rollout((-0.5, 0.0))) == {"log_probs": (-0.5, 0.0)}
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """What a test registers is gone afterwards."""
-    tasks, columns = dict(TASKS), dict(COLUMNS)
-    yield
-    for parts, before in ((TASKS, tasks), (COLUMNS, columns)):
-        parts.clear()
-        parts.update(before)  # type: ignore[arg-type]
-
-
 def configured(task: str, **telemetry: Any) -> Stage2Config:
     plugins = {"model": "m", "external_plugins": ["tasks.py"]}
     return config_of(
@@ -98,54 +88,22 @@ def configured(task: str, **telemetry: Any) -> Stage2Config:
     )
 
 
-def test_a_task_or_telemetry_needs_columns_and_nobody_else(registered: None) -> None:
-    @register_task("weighing")
+def test_a_task_or_telemetry_needs_columns_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     class Weighing(DetectionTask):
-        columns = ("log_probs", "weight")
+        columns = ("log_probs",)
 
-    with pytest.raises(
-        ConfigError,
-        match=r"Weighing.columns must be log_probs or advantages or behaviour, got columns='weight'",
-    ):
-        needed_columns(configured("weighing"))
-    weight = register_column(Column(name="weight", per=Per.SAMPLE))
-    assert needed_columns(configured("weighing")) == (LOG_PROBS, weight)
-    assert needed_columns(configured("weighing", record=True, log_probs=True)) == (LOG_PROBS, weight)
+    monkeypatch.setitem(TASKS, "weighing", Weighing)
+    assert needed_columns(configured("weighing")) == (LOG_PROBS,)
+    assert needed_columns(configured("weighing", record=True, log_probs=True)) == (LOG_PROBS,)
     assert needed_columns(configured("detection")) == ()
     assert needed_columns(configured("detection", record=True, log_probs=True)) == (LOG_PROBS,)
-    with pytest.raises(ConfigError, match="every column needs a name of its own"):
-        register_column(Column(name="weight"))
-
-
-class Carrying(Task):
-    """Trains the answer's own characters with whatever columns a test gives."""
-
-    columns = ("log_probs",)
-
-    def __init__(self, **carried: tuple[float, ...]) -> None:
-        self.carried = carried
-
-    def read_truth(self, row: Any) -> None:
-        return None
-
-    def correct(self, rollout: Rollout, truth: Any, tokenise: Any) -> Target:
-        weights = (1.0,) * len(rollout.token_ids)
-        quality = MatchQuality(0, 0, 0, 0.0, 0, 0)
-        return Target(rollout.text, rollout.token_ids, weights, quality, columns=self.carried)
-
-    def check_answer(self, text: str, truth: Any, normalise: Any = str) -> None:
-        return None
-
-
-def test_a_target_carries_the_columns_that_its_task_declares_and_one_value_per_token() -> None:
-    assert try_task(Carrying(log_probs=(-1.0, -2.0)), {}, "[]").columns == {"log_probs": (-1.0, -2.0)}
-    assert try_task(Carrying(), {}, "[]").columns == {}
-    with pytest.raises(TaskError, match="log_probs needs one value per token, got num_values=1"):
-        try_task(Carrying(log_probs=(-1.0,)), {}, "[]")
-    with pytest.raises(TaskError, match="got 'other'; add it to the task's columns"):
-        try_task(Carrying(other=(1.0, 2.0)), {}, "[]")
+    Weighing.columns = ("advantages",)
+    with pytest.raises(ConfigError, match=r"Weighing.columns must be log_probs, got columns='advantages'"):
+        needed_columns(configured("weighing"))
 
 
 def test_a_rollout_that_lacks_a_column_costs_its_sample() -> None:
+    task: Any = make_task()
+    task.columns = ("log_probs",)
     with pytest.raises(SampleError, match="needs a rollout's log_probs, got one without"):
-        correct_by(Carrying(), rollout(), None, lambda text: ((), ()))
+        correct_by(task, rollout(), (), lambda text: ((), ()))

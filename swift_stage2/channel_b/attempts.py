@@ -138,10 +138,6 @@ class AttemptOutcomes:
         self.source.give_back(keys, ReturnReason.FAILED)
         self.events.count("rollouts_unconfirmed", len(keys))
 
-    def thrown_away(self, so_far: Rollout) -> None:
-        """A partial rollout is not resumed; what becomes of its sample is told apart."""
-        self.events.count("tokens_partial_dropped", len(so_far.token_ids))
-
     def dropped(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         if not reason.counts_attempt:
             self.source.give_back(keys, reason)
@@ -152,11 +148,6 @@ class AttemptOutcomes:
         for key in keys:
             message = f"its rollout {_WORDS[reason]}; redraw_dropped is false"
             self.quarantine(key, QuarantineReason.TOO_SLOW, message)
-
-    def stale_in_group(self, keys: Sequence[SampleKey]) -> None:
-        """Their rollouts waited for others of their rows, until they were too old."""
-        self.events.count("rollouts_dropped_stale", len(keys))
-        self.dropped(keys, ReturnReason.STALE)
 
     def unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         if keys:
@@ -270,7 +261,7 @@ class PartialRollouts:
         finished = {sample.key for sample, whole in wholes if whole is not None}
         for key, part in so_far.items():
             if part is not None and key not in going_on | finished:
-                self.ends.thrown_away(part)
+                self.ends.events.count("tokens_partial_dropped", len(part.token_ids))
         refused = [sample for sample, _ in outcome.quarantined if so_far[sample.key] is not None]
         return replace(
             outcome,
@@ -306,7 +297,7 @@ class PartialRollouts:
 
     def _end(self, so_far: Rollout) -> None:
         self.attempts.close([so_far.sample.key])
-        self.ends.thrown_away(so_far)
+        self.ends.events.count("tokens_partial_dropped", len(so_far.token_ids))
 
     def request(self, sample: Sample, request: Mapping[str, Any]) -> dict[str, Any]:
         """``request`` with the ids so far, verbatim; protected if it is to be waited for when new weights come."""

@@ -135,14 +135,11 @@ class DetectionTask(Task):
         A rollout with no usable object gives the ground truth in its own order. One that was not read whole still gives
         the order of what it names, and is scored as if it had named nothing.
         """
-        with self.span("parse"):
-            parsed = parse_rollout(rollout.text, self._dialect)
-        with self.span("match"):
-            predicted = [(found.label, found.box) for found in parsed.objects]
-            match = self.match(predicted, truth)
-            twice = self._listed_twice(predicted, truth, match) if self._weighs_duplicates else []
-        with self.span("target"):
-            return self._target(rollout, self.objects_of(truth), tokenise, parsed, match, twice)
+        parsed = parse_rollout(rollout.text, self._dialect)
+        predicted = [(found.label, found.box) for found in parsed.objects]
+        match = self.match(predicted, truth)
+        twice = self._listed_twice(predicted, truth, match) if self._weighs_duplicates else []
+        return self._target(rollout, self.objects_of(truth), tokenise, parsed, match, twice)
 
     def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> None:
         """Refuses an answer of channel A that channel B could not write.

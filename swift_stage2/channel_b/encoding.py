@@ -17,12 +17,11 @@ import torch
 from PIL.Image import DecompressionBombError
 
 from swift_stage2.channel_b.task import Convert
-from swift_stage2.columns import COLUMNS, Per
+from swift_stage2.columns import COLUMNS
 from swift_stage2.compat import zero3_unknown
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
 from swift_stage2.servers.image_opening import image_as_base64
-from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 IGNORED_LABEL = -100
 ALTERNATIVE_TOKENS = ("alternatives", "duplicates")
@@ -60,9 +59,7 @@ class PromptEncoding:
 class Encoder:
     """Encodes for channel B. Owns its template and tokenizer; not thread-safe, one thread owns it."""
 
-    def __init__(self, template: Any, *, packing_length: int, span: EnterSpan = untraced) -> None:
-        """``span`` is entered as "encode" for what the template does to a sample."""
-        self._span = span
+    def __init__(self, template: Any, *, packing_length: int) -> None:
         # A copy through the template's own pickling support carries no weights and shares no tokenizer
         # with channel A (a fast tokenizer must not be used by two threads at once).
         self._template = copy.deepcopy(template)
@@ -94,12 +91,6 @@ class Encoder:
         """
         self._template.dummy_model = _model_without_weights(self._template)
 
-    def with_span(self, span: EnterSpan) -> Encoder:
-        """The same encoder, entering another span; template and tokenizer are shared."""
-        other = copy.copy(self)
-        other._span = span
-        return other
-
     @property
     def plain_token_ids(self) -> tuple[int, ...]:
         """Tokens of text alone: neither special ones nor the places of an image."""
@@ -128,8 +119,7 @@ class Encoder:
         row = copy.deepcopy(kept)  # the template changes what it is given
         row["messages"] = _prompt_messages(sample.row)
         row["objects"] = {"ref": [], "bbox": []}  # so that the template keeps the images' own sizes
-        with self._span("encode"):
-            encoding = self._encode(row, return_template_inputs=True)
+        encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
         sizes = tuple(image.size for image in inputs.images)
         size = sizes[0] if sizes else None
@@ -224,7 +214,7 @@ class Encoder:
         Hugging Face isolates packed segments only when the text position ids are the first of four rows
         of ``position_ids`` (and no cache is used, which the trainer sees to); ms-swift's own collator
         hands them over in a separate entry that its trainer removes again. Columns that any segment carries are
-        entries of the batch, beside ``labels`` or, of one with a value per segment, of shape (segments,).
+        entries of the batch, beside ``labels``.
         """
         encodings = [dict(encoding) for segment in segments for encoding in segment.encodings]
         columns = _take_columns(encodings) | _take_alternative_tokens(encodings)
@@ -313,13 +303,9 @@ def _take_columns(encodings: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor
     """The columns by name, out of the encodings; fillers for those that lack one."""
     tensors = {}
     for name in [name for name in COLUMNS if any(name in encoding for encoding in encodings)]:
-        column = COLUMNS[name]
-        values = [
-            encoding.pop(name, [column.filler] * column.num_values(encoding["length"]))
-            for encoding in encodings
-        ]
-        tensor = torch.tensor(list(chain.from_iterable(values)), dtype=getattr(torch, column.dtype))
-        tensors[name] = tensor[None] if column.per is Per.TOKEN else tensor
+        filler = COLUMNS[name].filler
+        values = (encoding.pop(name, [filler] * encoding["length"]) for encoding in encodings)
+        tensors[name] = torch.tensor([list(chain.from_iterable(values))])
     return tensors
 
 

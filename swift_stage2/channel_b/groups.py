@@ -180,7 +180,8 @@ class Groups:
         is_still = partial(is_fresh, current=self.clock.current, window=self.version_window)
         for group, members in list(self._waiting.items()):
             stale = [each.rollout.sample.key for each in members if not is_still(each.rollout.version)]
-            self.ends.stale_in_group(stale)
+            self.ends.events.count("rollouts_dropped_stale", len(stale))
+            self.ends.dropped(stale, ReturnReason.STALE)
             self._waiting[group] = [each for each in members if each.rollout.sample.key not in stale]
             if not self._waiting[group]:
                 del self._waiting[group], self._since_s[group]

@@ -79,19 +79,12 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
     if any(not isinstance(label, str) or not label.strip() for label in labels):
         raise SampleError("every label in objects.ref must be non-empty text")
     image_ids = objects.get("image_id") or []
-    if not isinstance(image_ids, Sequence) or any(each != image_ids[0] for each in image_ids):
-        # Answers do not say in which image a box lies: boxes of different images would be matched.
+    if not isinstance(image_ids, Sequence) or any(each != 0 for each in image_ids):
+        # Answers do not say in which image a box lies, and evaluate, report and points measure in the first.
         raise SampleError(
-            "all objects of a row must lie in one image",
+            "all objects must lie in the first of a row's images",
             got=f"image_id={image_ids}",
-            remedy="write a row for each image",
-        )
-    if image_ids and image_ids[0] != 0:
-        # evaluate, report and points measure in it, and coordinates of a later image would be read as its own.
-        raise SampleError(
-            "objects must lie in the first of a row's images",
-            got=f"image_id={image_ids[0]!r}",
-            remedy="put that image first in images, and write 0",
+            remedy="write a row for each image, put that image first in images, and write 0",
         )
     read = (_read_coordinates(box, num_coordinates) for box in boxes)
     return TrueObjects(tuple(label.strip() for label in labels), tuple(read))
@@ -100,15 +93,14 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
 def _read_coordinates(box: Any, count: int) -> tuple[float, ...]:
     numbers = box if isinstance(box, Sequence) and not isinstance(box, str) else ()
     if len(numbers) != count or not all(type(number) in (int, float) for number in numbers):
-        wanted = (
+        what = (
             "a box must be four numbers x1, y1, x2, y2" if count == 4 else "a point must be two numbers x, y"
         )
-        raise SampleError(wanted, got=f"bbox={box}")
+        raise SampleError(what, got=f"bbox={box}")
     if not (is_in_order(numbers) and max(numbers) <= _MOST_PIXELS):
-        if count == 2:
-            raise SampleError("a point must have 0 <= x and 0 <= y", got=f"bbox={box}")
+        order = "0 <= x1 <= x2 and 0 <= y1 <= y2" if count == 4 else "0 <= x and 0 <= y"
         raise SampleError(
-            "a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2",
+            f"{'a box' if count == 4 else 'a point'} must have {order}",
             got=f"bbox={box}",
             remedy="write x + width and y + height for x2 and y2 if these are its size, or mend or remove the row",
         )

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
 from swift_stage2.channel_b.task import TOTAL, Task, correct_by
-from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
+from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, stand_ins
 from swift_stage2.errors import MatchingError, SampleError
 from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Segment, Target
 
@@ -70,8 +70,8 @@ def make_segment(
     sequences: list[tuple[Target, float | None]] = [(target, task.closing_weight)]
     if rollout.advantages is not None:
         of_tokens, *of_target = rollout.advantages
-        closed = _closed(target, encoder.closing_token_ids, task.closing_weight)
-        sequences = [(_with_advantage(closed, advantage), None) for advantage in of_target]
+        closing = encoder.closing_token_ids, task.closing_weight
+        sequences = [(_as_trained(target, advantage, *closing), None) for advantage in of_target]
         if of_tokens or not sequences:
             sequences.insert(0, (as_sampled(rollout, of_tokens, target.quality), None))
     return encoder.encode_segment(rollout, prompt, sequences), target
@@ -90,21 +90,15 @@ def as_sampled(rollout: Rollout, advantage: float, quality: MatchQuality) -> Tar
     )
 
 
-def _closed(target: Target, closing_ids: tuple[int, ...], weight: float) -> Target:
-    """With the end of turn among its tokens, so that whatever holds for them holds for it."""
-    more = len(closing_ids)
+def _as_trained(target: Target, advantage: float, closing_ids: tuple[int, ...], weight: float) -> Target:
+    """A corrected answer with an advantage, and with the end of turn among its tokens, so that it holds for that."""
+    token_ids = target.token_ids + closing_ids
     return replace(
         target,
-        token_ids=target.token_ids + closing_ids,
-        weights=target.weights + (weight,) * more,
-        columns={
-            name: tuple(COLUMNS[name].beside(values, 0, more)) for name, values in target.columns.items()
-        },
+        token_ids=token_ids,
+        weights=target.weights + (weight,) * len(closing_ids),
+        columns={ADVANTAGES.name: (advantage,) * len(token_ids)},
     )
-
-
-def _with_advantage(target: Target, advantage: float) -> Target:
-    return replace(target, columns={**target.columns, ADVANTAGES.name: (advantage,) * len(target.token_ids)})
 
 
 def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capacity_tokens: int) -> Pack:

@@ -35,7 +35,6 @@ from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, PreprocessorLost, SampleError
 from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.runtime.worker import begin_worker, describe_end, heed_no_stop
-from swift_stage2.telemetry.timing import Span, Trace, untraced
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 300
 _END_S = 10.0
 _MOST_LOST = 4  # processes in a row without an answer of any; a bad row alone costs three
-_TRACK = "preprocessing"
 
 
 class ProcessPreprocessor(Preprocessor):
@@ -53,10 +51,9 @@ class ProcessPreprocessor(Preprocessor):
     What asks it raises ``PreprocessorLost`` once it was interrupted, or lost several processes in a row.
     """
 
-    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int, trace: Trace) -> None:
+    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int) -> None:
         """Raises ConfigError: the template or the task cannot be sent to another process."""
-        self._parts = _pickled((encoder.with_span(untraced), task.with_span(untraced), packing_length))
-        self._trace = trace
+        self._parts = _pickled((encoder, task, packing_length))
         self._held = {}  # segments whose encodings are there
         self._num_lost = 0
         self._is_over = False
@@ -115,7 +112,7 @@ class ProcessPreprocessor(Preprocessor):
             1, get_context("spawn"), initializer=begin_worker, initargs=(os.getpid(),)
         )
         with heed_no_stop():
-            self._ready = self._pool.submit(_set_up, self._parts, _plugins(), self._trace.enabled)
+            self._ready = self._pool.submit(_set_up, self._parts, _plugins())
         (self._process,) = self._pool._processes.values()
 
     def _end(self) -> None:
@@ -151,10 +148,8 @@ class ProcessPreprocessor(Preprocessor):
             future = self._pool.submit(_work, message)
         except (BrokenProcessPool, RuntimeError) as error:  # RuntimeError: after its end
             raise self._lost(what, error) from error
-        found, spans = self._result(what, future)
+        found = self._result(what, future)
         self._num_lost = 0
-        for span in spans:
-            self._trace.record(span.name, span.start_ns, span.end_ns, _TRACK)
         if name == "encode":
             segments = [each.segment for each in found if isinstance(each, EncodedRollout)]
             self._held |= {segment.key: segment for segment in segments}
@@ -224,26 +219,20 @@ def _plugins() -> dict[str, str]:
 
 
 _preprocessor: Preprocessor
-_trace: Trace
 _file = -1  # of the latest pack; its reader has opened it when something else is asked
 
 
-def _set_up(parts: bytes, plugins: Mapping[str, str], is_traced: bool) -> None:
-    global _preprocessor, _trace
+def _set_up(parts: bytes, plugins: Mapping[str, str]) -> None:
+    global _preprocessor
     declare_operators()  # before the template imports torchvision
     torch.serialization.set_crc32_options(False)
     encoder, task, packing_length = _PartsUnpickler(parts, plugins).load()
     encoder.attach_model()
-    _trace = Trace(is_traced)
-    encoder, task = encoder.with_span(_trace.span), task.with_span(_trace.span)
     _preprocessor = Preprocessor(encoder, task, packing_length=packing_length)
 
 
-def _work(message: bytes) -> tuple[Any, tuple[Span, ...]]:
-    """Calls a method of the preprocessor; returns what it gave, and the spans of that.
-
-    A pack comes without its batch, and with the path of the memory file that has it.
-    """
+def _work(message: bytes) -> Any:
+    """Calls a method of the preprocessor. A pack comes without its batch, and with the memory file of it."""
     global _file
     name, arguments, settings = pickle.loads(message)
     if _file >= 0:
@@ -255,7 +244,7 @@ def _work(message: bytes) -> tuple[Any, tuple[Span, ...]]:
         with os.fdopen(os.dup(_file), "wb") as file:
             torch.save(found.batch, file)
         found = replace(found, batch={}), f"/proc/{os.getpid()}/fd/{_file}"
-    return found, _trace.take()
+    return found
 
 
 class _PartsUnpickler(pickle.Unpickler):

@@ -183,7 +183,6 @@ class SampleSource:
         Raises:
             DatasetError: the data set, the number of ranks, the seed or the stream is another one.
         """
-        saved = {"num_generations": 1, **state}  # one of a run before there were groups does not tell
         for name, now in (
             ("stream", _STREAM),
             ("num_rows", len(self._usable)),
@@ -191,10 +190,10 @@ class SampleSource:
             ("seed", self._seed),
             ("num_generations", self._num_generations),
         ):
-            if saved.get(name) != now:
+            if state.get(name) != now:
                 raise DatasetError(
                     f"resume needs the same {name} as the checkpoint",
-                    got=f"{name}={now}, checkpoint {name}={saved.get(name)}",
+                    got=f"{name}={now}, checkpoint {name}={state.get(name)}",
                     remedy="restore it or start a new run from the checkpoint's weights",
                 )
         with self._lock:

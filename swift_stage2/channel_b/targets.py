@@ -137,12 +137,11 @@ class AnswerTemplate:
     def _spell(self, box: Sequence[int]) -> str:
         coordinates, count = [int(coordinate) for coordinate in box], self.dialect.num_coordinates
         if len(coordinates) != count or coordinates != list(box) or not is_in_order(coordinates):
-            wanted = (
-                "box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got box"
-                if count == 4
-                else "point must be two integers with 0 <= x and 0 <= y, got point"
+            raise SampleError(
+                f"a true object must have {count} integer coordinates of at least 0, of a box x1 <= x2 and y1 <= y2",
+                got=f"box={tuple(box)}",
+                remedy="mend the row's objects.bbox",
             )
-            raise SampleError(f"a true {wanted}={tuple(box)}", remedy="mend the row's objects.bbox")
         return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
 
 

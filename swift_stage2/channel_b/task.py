@@ -7,21 +7,19 @@ others.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
+from swift_stage2.columns import LOG_PROBS, SERVED, Column, stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.objective import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.config.rules import find, register
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder
@@ -88,8 +86,7 @@ def reward_terms(quality: MatchQuality) -> dict[str, float]:
 class Task(ABC):
     """Reads a row's truth, corrects rollouts by it, and says what is measured.
 
-    Pure: it owns no thread, and is pickled to the process that preprocesses. ``span`` is entered with the name of
-    every stage.
+    Pure: it owns no thread, and is pickled to the process that preprocesses.
     """
 
     closing_weight: float = 1.0
@@ -99,15 +96,14 @@ class Task(ABC):
     similarity: ClassVar[str] = "IoU"
     """The doctor's word for what ``MatchQuality.sum_iou`` adds up over pairs."""
     columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the columns that it needs. Of those that servers give it finds the values in a rollout's field of that
-    name, one per token id; its targets may carry any of them, one value per token (or one): ``Target.columns``."""
+    """Names of the columns that it needs servers to give: it finds the values, one per token id, in a rollout's field
+    of that name."""
     reward_terms: ClassVar[Mapping[str, float]] = REWARD_WEIGHTS
     """Names of the terms of its reward, each with its weight unless ``reward_weights`` has another."""
     reward_weights: Mapping[str, float] = MappingProxyType({})
     """Those that the configuration writes."""
     settings: ClassVar[type | None] = None
     """A frozen dataclass of the settings that ``stage2_ab.task_settings`` may hold; its rules raise ConfigError."""
-    span: EnterSpan = staticmethod(untraced)
 
     @classmethod
     def from_config(cls, config: Stage2Config) -> Task:
@@ -186,12 +182,6 @@ class Task(ABC):
         """Answers as this task writes them: what all ranks and a resumed run must write alike."""
         return []
 
-    def with_span(self, span: EnterSpan) -> Self:
-        """The same task, entering another span."""
-        other = copy.copy(self)
-        other.span = span
-        return other
-
 
 TASKS: dict[str, type[Task]] = {}
 
@@ -210,7 +200,7 @@ def needed_columns(config: Stage2Config) -> tuple[Column, ...]:
     task = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
     recorded = (LOG_PROBS.name,) if config.telemetry.log_probs or config.stage2_ab.uses_rewards else ()
     names = dict.fromkeys((*task.columns, *recorded))
-    return tuple(find(COLUMNS, f"{task.__qualname__}.columns", name) for name in names)
+    return tuple(find(SERVED, f"{task.__qualname__}.columns", name) for name in names)
 
 
 def name_of(task: Task) -> str:
@@ -225,11 +215,11 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
 
     Raises:
         SampleError, MatchingError: the sample cannot be used, or the rollout lacks a column that the task needs.
-        TaskError: the task gives no target, or one with another number of weights, or of a column's values, than of
-            tokens; or other terms of the reward than it declares.
+        TaskError: the task gives no target, or one with another number of weights than of tokens; or other terms of
+            the reward than it declares.
     """
     for name in task.columns:
-        if COLUMNS[name].option and getattr(rollout, name) is None:
+        if getattr(rollout, name) is None:
             raise SampleError(f"task {name_of(task)} needs a rollout's {name}", got="one without")
     target: object = task.correct(rollout, truth, tokenise)
     if not isinstance(target, Target):
@@ -238,13 +228,6 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
     if len(target.weights) != num_tokens:
         got = f"num_weights={len(target.weights)} num_token_ids={num_tokens} text={target.text[:80]!r}"
         raise _fault(task, "a Target needs one weight per token", got)
-    for name, values in target.columns.items():
-        if name not in task.columns:
-            wanted = "a Target carries columns that the task declares"
-            raise _fault(task, wanted, repr(name), remedy="add it to the task's columns")
-        if len(values) != COLUMNS[name].num_values(num_tokens):
-            wanted = f"a Target's {name} needs one value per {COLUMNS[name].per}"
-            raise _fault(task, wanted, f"num_values={len(values)} num_token_ids={num_tokens}")
     return replace(target, quality=replace(target.quality, reward=_reward_by(task, rollout, truth, target)))
 
 

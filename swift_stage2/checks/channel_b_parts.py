@@ -85,8 +85,7 @@ def check_parts(
 ) -> CheckedParts:
     """The checks that read files and may fail on one rank alone; the model is not run."""
     packing_length = config.stage2_ab.channel_b.packing.packing_length
-    encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
-    task = task.with_span(telemetry.trace.span)
+    encoder = Encoder(template, packing_length=packing_length)
     mine = range(control.rank, len(rows), control.world_size)
     checked = check_rows(config, rows, usable, encoder, task, seed, measured=mine)
     source = SampleSource(
@@ -106,8 +105,7 @@ def check_parts(
     if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
         preprocessor = Preprocessor(encoder, checked.task, packing_length=packing_length)
     else:
-        trace = telemetry.trace
-        preprocessor = ProcessPreprocessor(encoder, checked.task, packing_length=packing_length, trace=trace)
+        preprocessor = ProcessPreprocessor(encoder, checked.task, packing_length=packing_length)
     on_failure.callback(preprocessor.close)
     return CheckedParts(
         encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths

@@ -23,8 +23,8 @@ from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.channel_b.parsing import read_ground_truth
-from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.channel_b.rollouts.requests import PostEnd
+from swift_stage2.channel_b.rollouts.routes import RouteNow
 from swift_stage2.checks.checks import CheckResult, failed, left_out, ok
 from swift_stage2.checks.rollouts import OTHER_PROMPT, infer, size_difference
 from swift_stage2.config import Stage2Config

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from swift_stage2 import wire
-from swift_stage2.channel_b.rollouts.chat_route import RouteNow
+from swift_stage2.channel_b.rollouts.routes import RouteNow
 from swift_stage2.checks import feeding
 from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.preprocessing import make_segment
-from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
+from swift_stage2.channel_b.rollouts.routes import RouteNow
 from swift_stage2.channel_b.task import Task, needed_columns
 from swift_stage2.checks.checks import CheckResult, failed, ok, warning
 from swift_stage2.columns import Column, given_by

@@ -21,19 +21,17 @@ from typing import Any
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.rollouts.chat_route import route_to
-from swift_stage2.channel_b.rollouts.infer_route import InferRoute
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
+from swift_stage2.channel_b.rollouts.routes import InferRoute, route_to
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.data.picture import UNREADABLE, look_at
 from swift_stage2.data.prediction import FAILED, LabelledBoxes, Prediction, TrueRow, in_pixels
 from swift_stage2.errors import SampleError, ServerUnavailable, UserError
-from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
+from swift_stage2.evaluate.served_model import of_server_alone, require_answer
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.runtime.output import say
 from swift_stage2.servers import infer_wire
-from swift_stage2.servers.call import run
-from swift_stage2.servers.session import Deadline
+from swift_stage2.servers.session import Deadline, run
 
 _SEED = 1
 _BUSY_PAUSE_S = 1.0
@@ -91,7 +89,7 @@ def ask_server(
         UserError: it reads other prompts than the model's template writes.
     """
     info, key = require_answer(base_url), RolloutConfig().api_key()
-    route = partial(route_to, base_url, info.chat_model, api_key=key, connect_timeout_s=CONNECT_TIMEOUT_S)
+    route = partial(route_to, base_url, info.chat_model, api_key=key)
     return _Asking(route, encoder, questions, on_progress).run(rows)
 
 

@@ -180,7 +180,6 @@ class Learner:
             "source": source,
             "unfinished_evaluation": unfinished,
             "answer_fingerprint": list(self.channel_b.answer_fingerprint),
-            "objective": str(self.channel_b.objective),
         }
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.config import Mode, Objective, OnPending, OnPipelineFailure, Stage2Config
+from swift_stage2.config import Mode, OnPending, OnPipelineFailure, Stage2Config
 from swift_stage2.evaluation import PinnedEvaluation, pinned_evaluation
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.horizon import Pacer
@@ -61,8 +61,6 @@ class ChannelB:
     """How long the update and the evaluation of the final weights may take; 0: there are none."""
     answer_fingerprint: Sequence[str] = ()
     """The writing of targets: code fence, separators, escapes. A resumed run must have the same."""
-    objective: Objective = Objective.CORRECTED_TARGET
-    """A resumed run may have another one that its stream allows."""
     longest_fill_s: float | None = None
     """In mode inline, how long a B step waits for its packs at most. None: they are made beside training."""
 
@@ -185,7 +183,6 @@ def make_channel_b(
         evaluation=evaluation,
         final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
         answer_fingerprint=parts.task.fingerprint,
-        objective=config.stage2_ab.objective,
         longest_fill_s=config.control_timeout_s - sync.timeout_s if is_inline else None,
     )
 

@@ -18,7 +18,6 @@ from swift_stage2.errors import UserError
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.merger import Merger
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.servers.call import ServerHttp
 from swift_stage2.servers.http_app import (
     HttpServer,
     bind,
@@ -26,6 +25,7 @@ from swift_stage2.servers.http_app import (
     require_key,
 )
 from swift_stage2.servers.request_checks import add_limits, number_above_zero, read_limits
+from swift_stage2.servers.session import ServerHttp
 
 _log = logging.getLogger(__name__)
 _WAYS = ("http", "https")

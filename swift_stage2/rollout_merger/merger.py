@@ -25,10 +25,10 @@ from starlette.requests import ClientDisconnect
 from swift_stage2 import wire
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault, UpstreamLost, UpstreamTimeout
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, mergeable, split
-from swift_stage2.servers.call import Answer, ServerHttp
 from swift_stage2.servers.http_app import BodyLimit, attend, failed_requests, make_app
 from swift_stage2.servers.infer_wire import most_infer_bytes
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
+from swift_stage2.servers.session import Answer, ServerHttp
 
 _log = logging.getLogger(__name__)
 _POSTS_REMEMBERED = 8

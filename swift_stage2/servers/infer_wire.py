@@ -32,6 +32,9 @@ from swift_stage2.wire import (
 
 _Zero: TypeAlias = Annotated[Number, Field(ge=0, le=0)]
 _One: TypeAlias = Annotated[Number, Field(ge=1, le=1)]
+_LogProb: TypeAlias = Annotated[
+    Number, Field(ge=-3.4028234663852886e38, le=0)
+]  # what float32 has as a number
 
 # JSON spells an id in at most 8 bytes, a token's text and its log-probability in some more; a prompt's ids come back as
 # well, some ten thousands where images are large, and stock servers echo messages.
@@ -185,7 +188,7 @@ class Completion(Message):
         Many[tuple[Int, Int]], BeforeValidator(lambda sizes: () if sizes is None else sizes)
     ] = Field(default=(), validation_alias=AliasPath(*_RESPONSE, "images_size"))
     """(width, height) of each image as the model saw it."""
-    log_probs: Annotated[Many[Number] | None, BeforeValidator(_log_probs)] = Field(
+    log_probs: Annotated[Many[_LogProb] | None, BeforeValidator(_log_probs)] = Field(
         default=None, validation_alias=AliasPath(*_CHOICE, "logprobs")
     )
     weight_version: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "weight_version"))
@@ -209,13 +212,15 @@ def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ())
             f"an /infer/ reply must hold one output per request, got num_outputs={len(completions)} "
             f"num_requests={num_requests}"
         )
-    return tuple(
-        replace(
-            each,
-            log_probs=LOG_PROBS.check(each.log_probs, len(each.token_ids), asked=LOG_PROBS.name in asked),
-        )
-        for each in completions
-    )
+    if LOG_PROBS.name in asked:  # of an answer that was aborted before its first token, servers say null
+        completions = tuple(replace(each, log_probs=each.log_probs or ()) for each in completions)
+    for each in completions:
+        if each.log_probs is not None and len(each.log_probs) != len(each.token_ids):
+            raise ProtocolError(
+                f"log_probs must have one value per token, got num_values={len(each.log_probs)} "
+                f"num_tokens={len(each.token_ids)}"
+            )
+    return completions
 
 
 def output_json(

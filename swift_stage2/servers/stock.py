@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -15,8 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers.call import ReplyT
-from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
+from swift_stage2.servers.session import Deadline, ReplyT, ServerSession, reset_cache
 from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member
 
 _MOST_WORKERS = 2**16
@@ -29,12 +29,10 @@ def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
     Raises:
         ServerFault: no answer, or not such a one; its ``is_foreign`` tells which.
     """
-    return session.read(wire.WORLD_SIZE, _world_size, session.get(wire.WORLD_SIZE, deadline))
-
-
-def _world_size(reply: Any) -> int:
-    size: int = member(reply, "world_size", Annotated[Int, Field(ge=1, le=_MOST_WORKERS)])
-    return size
+    size: Callable[[Any], int] = partial(
+        member, key="world_size", kind=Annotated[Int, Field(ge=1, le=_MOST_WORKERS)]
+    )
+    return session.read(wire.WORLD_SIZE, size, session.get(wire.WORLD_SIZE, deadline))
 
 
 def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...] | None:
@@ -45,12 +43,7 @@ def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...
     Raises:
         ServerFault: no answer, or not such a one.
     """
-    return _ask_if_known(session, wire.STATE_KEYS, _state_keys, deadline)
-
-
-def _state_keys(reply: Any) -> tuple[str, ...]:
-    keys: tuple[str, ...] = member(reply, "keys", Many[Text])
-    return keys
+    return _ask_if_known(session, wire.STATE_KEYS, partial(member, key="keys", kind=Many[Text]), deadline)
 
 
 def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | None:

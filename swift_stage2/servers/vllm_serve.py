@@ -7,10 +7,9 @@ keeps until its process ends, so one with run and version tells whose weights an
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from pydantic.dataclasses import dataclass as message
 
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers.infer_wire import Completion
-from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member, parse_json, read
+from swift_stage2.wire import OPEN, Int, Many, Message, ServerInfo, Sums, Text, member
 
 if TYPE_CHECKING:
     from swift_stage2.servers.session import Deadline, ServerSession
@@ -53,27 +52,17 @@ class WeightVersion:
     version: int
 
     def __str__(self) -> str:
-        return json.dumps([self.run_id, self.version])
+        return f"{self.run_id}/{self.version}"
 
     @classmethod
     def parse(cls, said: str) -> WeightVersion | None:
         """None if the text is not a learner's."""
-        with suppress(ProtocolError, TypeError, ValueError):
-            run_id, version = parse_json(said.encode())
-            return cls(str(run_id), read(Int, version, "version"))
-        return None
+        found = re.fullmatch(r"(.+)/([0-9]{1,18})", said)
+        return cls(found[1], int(found[2])) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class PlainModel:
-    """The model that a ``vllm serve`` holds: the name to ask it by, and the path or hub id it was read from."""
-
-    name: str
-    root: str
-
-
-def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
-    """The served model if a ``vllm serve`` with its development routes answers; else None.
+def find_info(session: ServerSession, deadline: Deadline) -> ServerInfo | None:
+    """What a ``vllm serve`` with its development routes says of itself; None of another program.
 
     Raises:
         ServerFault: it cannot be asked, or its engine has failed.
@@ -84,29 +73,29 @@ def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
         if fault.is_foreign:
             return None
         raise
-    return session.read(MODELS, _parse_model, session.get(MODELS, deadline))
+    return session.read(MODELS, _read_models, session.get(MODELS, deadline))
+
+
+def _read_models(data: Any) -> ServerInfo:
+    """The served model: the name to ask it by, and the path or hub id that it was read from."""
+    model = member(data, "data", Annotated[Many[dict[str, Any]], Field(min_length=1)])[0]
+    name = member(model, "id", Text)
+    return ServerInfo(stock=True, model=member(model, "root", Text | None) or name, chat_model=name)
 
 
 TRANSFER_OPTION = """--weight-transfer-config '{"backend": "nccl"}'"""
-_RELEASE = (0, 32)  # the first with all routes of a round
 
 
 def missing_routes_remedy(session: ServerSession, deadline: Deadline) -> str:
     """The remedy for vLLM without the routes that a round needs; empty if another program answers."""
     with suppress(ServerFault):
         reply = session.get(_VERSION, deadline)
-        if not (isinstance(reply, Mapping) and reply.keys() == {"version"}):
-            return ""
-        release = re.match(r"(\d+)\.(\d+)", str(reply["version"]))
-        if release and tuple(map(int, release.groups())) < _RELEASE:
+        if isinstance(reply, Mapping) and reply.keys() == {"version"}:
             return (
-                f"it is vLLM {str(reply['version'])[:20]}, and a round needs the routes of vLLM 0.32 or later: serve "
-                "with swift rollout or swift-stage2 rollout, which take vLLM 0.23 and later, or install vLLM 0.32"
+                f"it is vLLM {str(reply['version'])[:20]} without the routes that a round needs: start vLLM 0.32 or "
+                f"later with VLLM_SERVER_DEV_MODE=1 and {TRANSFER_OPTION}, or serve with swift rollout or "
+                "swift-stage2 rollout, which take vLLM 0.23 and later"
             )
-        return (
-            "it is vLLM without the routes that a round needs: start it with VLLM_SERVER_DEV_MODE=1 and "
-            f"{TRANSFER_OPTION}"
-        )
     return ""
 
 
@@ -118,7 +107,8 @@ def ask_weight_version(session: ServerSession, deadline: Deadline) -> str:
 def ask_num_workers(session: ServerSession, deadline: Deadline, *, of_one_engine: bool = False) -> int:
     """Of all data-parallel engines, or of each of them. Raises ServerFault."""
     path = f"{_WORLD_SIZE}?include_dp={str(not of_one_engine).lower()}"
-    return session.read(path, _parse_world_size, session.get(path, deadline))
+    size: Callable[[Any], int] = partial(member, key="world_size", kind=Annotated[Int, Field(ge=1)])
+    return session.read(path, size, session.get(path, deadline))
 
 
 def ask_canary(
@@ -147,23 +137,7 @@ def ask_digests(session: ServerSession, deadline: Deadline, *, blank: bool = Fal
     if blank:
         session.post(_CHECKER, {"action": "reset"}, deadline)
     reply = session.post(_CHECKER, {"action": "checksum"}, deadline)
-    return session.read(_CHECKER, _parse_digests, reply)
-
-
-def _parse_model(data: Any) -> PlainModel:
-    model = member(data, "data", Annotated[Many[dict[str, Any]], Field(min_length=1)])[0]
-    name = member(model, "id", Text)
-    return PlainModel(name, member(model, "root", Text | None) or name)
-
-
-def _parse_world_size(data: Any) -> int:
-    size: int = member(data, "world_size", Annotated[Int, Field(ge=1)])
-    return size
-
-
-def _parse_digests(data: Any) -> dict[str, str]:
-    digests: dict[str, str] = member(data, "checksums", Sums)
-    return digests
+    return session.read(_CHECKER, partial(member, key="checksums", kind=Sums), reply)
 
 
 def parse_weight_version(data: Any) -> str:

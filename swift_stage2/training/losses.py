@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS, IGNORED_LABEL
-from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, Per
+from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS
 from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
 from swift_stage2.config.objective import check_adapter, refuse_dropout
 
@@ -187,7 +187,7 @@ def cut_aux_targets(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], None
         cut_values: torch.Tensor = both["loss_scale"]
         return cut_values
 
-    for name in [name for name, column in COLUMNS.items() if name in inputs and column.per is Per.TOKEN]:
+    for name in [name for name in COLUMNS if name in inputs]:
         inputs[name] = kept(inputs[name])
     for name in [name for name in ALTERNATIVE_TOKENS if name in inputs]:
         places = kept(torch.arange(inputs["labels"].shape[1], device=inputs["labels"].device)[None])[0]

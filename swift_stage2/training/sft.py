@@ -16,7 +16,6 @@ from swift_stage2.collectives import leave_job
 from swift_stage2.compat import (
     declare_operators,
     keep_buffers_exact,
-    shard_on_cpu_ranks,
     start_communication,
 )
 from swift_stage2.config import Stage2Config, StarvationAction
@@ -67,7 +66,6 @@ def train(
     with going_on("train", "checking the data set"):
         run_checks(config, known)
     start_communication(config.swift)
-    shard_on_cpu_ranks(config.swift)
     register_trainer()  # a plugin may name one that it derives from ours
     try:
         arguments = parse_swift_arguments(config.swift_arguments())

@@ -150,56 +150,25 @@ def test_the_order_of_the_answers_does_not_matter(style: Style, answers: list[li
     assert learn_template(texts, style.dialect) == learn_template(sorted(texts), style.dialect)
 
 
-@pytest.mark.parametrize(
-    ("text", "dialect", "expected"),
-    [
-        (
-            FENCED,
-            LIST,
-            [
-                ('```json\n[\n  {"label": "', "structure"),
-                ("a", "matched_label"),
-                ('", "bbox_2d": [', "structure"),
-                ("1, 2, 3, 4", "matched_coordinates"),
-                ("]", "structure"),
-                ("},\n  ", "another"),
-                ('{"label": "', "structure"),
-                ("b", "missed_label"),
-                ('", "bbox_2d": [', "structure"),
-                ("5, 6, 7, 8", "missed_coordinates"),
-                ("]", "structure"),
-                ("}\n]\n```", "closure"),
-            ],
-        ),
-        (
-            MAP.example,
-            MAP,
-            [
-                ('{"object_1": {"desc": "', "structure"),
-                ("a", "matched_label"),
-                ('", "bbox_2d": [', "structure"),
-                ("1, 2, 3, 4", "matched_coordinates"),
-                ("]", "structure"),
-                ("}, ", "another"),
-                ('"object_2": {"desc": "', "structure"),
-                ("b", "missed_label"),
-                ('", "bbox_2d": [', "structure"),
-                ("5, 6, 7, 8", "missed_coordinates"),
-                ("]", "structure"),
-                ("}}", "closure"),
-            ],
-        ),
-    ],
-)
-def test_weights_fall_on_what_they_are_for(
-    text: str, dialect: Dialect, expected: list[tuple[str, str]]
-) -> None:
-    pieces = learn_template([text], dialect).pieces([A, B], [True, False])
+def test_weights_fall_on_what_they_are_for() -> None:
     joined: list[tuple[str, str]] = []
-    for piece, group in pieces:
+    for piece, group in learn_template([FENCED], LIST).pieces([A, B], [True, False]):
         before = joined.pop()[0] if joined and joined[-1][1] == group else ""
         joined.append((before + piece, group))
-    assert joined == expected
+    assert joined == [
+        ('```json\n[\n  {"label": "', "structure"),
+        ("a", "matched_label"),
+        ('", "bbox_2d": [', "structure"),
+        ("1, 2, 3, 4", "matched_coordinates"),
+        ("]", "structure"),
+        ("},\n  ", "another"),
+        ('{"label": "', "structure"),
+        ("b", "missed_label"),
+        ('", "bbox_2d": [', "structure"),
+        ("5, 6, 7, 8", "missed_coordinates"),
+        ("]", "structure"),
+        ("}\n]\n```", "closure"),
+    ]
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS.values()))
@@ -229,24 +198,14 @@ def test_no_two_templates_write_the_same(dialect: Dialect) -> None:
     [
         "",
         "I see nothing.",
-        "{}",
         "Objects: [" + FENCED,
         FENCED + "\n",
-        "[ ]",
         '[{"bbox_2d" : [1, 2, 3, 4], "label": "a"}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "say "a""}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "a\nb"}]',
-        '[{"bbox_2d": [1, 2, 3, 4], "label": "a", "score": 1}]',
-        '[{"bbox_2d": [1, 2, 3], "label": "a"}]',
-        '[{"bbox_2d": [1.5, 2, 3, 4], "label": "a"}]',
-        '[{"bbox_2d": [01, 2, 3, 4], "label": "a"}]',
-        '[{"bbox_2d": [3, 2, 1, 4], "label": "a"}]',
-        '[{"bbox_2d": ["1", "2", "3", "4"], "label": "a"}]',
-        '[{"bbox_2d": [1, 2, 3, <|coord_4|>], "label": "a"}]',
         '[{"bbox_2d": [1, 2,3, 4], "label": "a"}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": " a"}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "\\u0061"}]',
-        '[{"bbox_2d": [1, 2, 3, 4], "label": " "}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "a"},]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}',
         '[{"bbox_2d": <bbox>, "label": "a"}]',

@@ -146,19 +146,6 @@ def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: Rows) -
     assert by_group[0.0].startswith("<|im_start|>user"), "the prompt carries no weight"
 
 
-def test_another_prompt_than_the_servers_is_refused_with_numbers(encoder: Encoder, rows: Rows) -> None:
-    sample, task = sample_of(rows[0]), make_task()
-    prompt = encoder.encode_prompt(sample)
-    server_ids = [*prompt.token_ids[:7], 99, *prompt.token_ids[7:]]
-    rollout = rollout_of(sample, "", server_ids)
-    target = make_target(rollout, prompt, encoder, task)
-    expected = (
-        f"num_server_tokens={len(server_ids)} num_learner_tokens={len(prompt.token_ids)} first_difference=7"
-    )
-    with pytest.raises(SampleError, match=expected):
-        encoder.encode_segment(rollout, prompt, [(target, 1.0)])
-
-
 def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: Rows) -> None:
     sample = sample_of(rows[0])
     whole = segment_of(make_encoder(), make_task(), sample)

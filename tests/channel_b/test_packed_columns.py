@@ -1,11 +1,12 @@
-"""Columns through segments, packs and shared memory: whatever is packed with whatever, a value stays with its token."""
+"""Columns through segments and packs: whatever is packed with whatever, a value stays with its token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from real_model import Rows, make_encoder, rollout_of, sample_of
@@ -13,7 +14,7 @@ from real_model import Rows, make_encoder, rollout_of, sample_of
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.preprocessing import make_pack
-from swift_stage2.columns import COLUMNS, Column, Per, register_column
+from swift_stage2.columns import COLUMNS
 from swift_stage2.records import MatchQuality, Sample, Segment, Target
 
 CAPACITY = 600
@@ -23,17 +24,6 @@ MATCH = MatchQuality(0, 0, 0, 0.0, 0, 0)
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
     return make_encoder(packing_length=CAPACITY)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sizes() -> Iterator[None]:
-    """Columns with one value per sample and per group, of another dtype and filler, for this file."""
-    before = dict(COLUMNS)
-    register_column(Column(name="reward", per=Per.SAMPLE, dtype="float64", filler=9.0))
-    register_column(Column(name="group", per=Per.GROUP, dtype="int64", filler=-1))
-    yield
-    COLUMNS.clear()
-    COLUMNS.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +53,7 @@ def answers(draw: st.DrawFn) -> Answer:
         st.lists(st.tuples(st.integers(270, 400), st.sampled_from([0.0, 0.5, 1.0]), VALUES), max_size=40)
     )
     ids, weights, values = zip(*tokens, strict=True) if tokens else ((), (), ())
-    columns: dict[str, tuple[float, ...]] = {
-        "log_probs": values,
-        "reward": (draw(st.floats(-1, 1)),),
-        "group": (draw(st.integers(0, 9)),),
-    }
+    columns = {"behaviour": values, "advantages": values}
     places = draw(st.sets(st.integers(0, len(ids) - 1))) if ids else ()
     alternatives = tuple((place, 401 + place) for place in sorted(places))
     missing = draw(st.sets(st.sampled_from(sorted(columns))))
@@ -105,21 +91,12 @@ def test_every_value_stays_with_its_token(
         assert tokens[begin:behind] == list(answer.token_ids)
         expected = [t if w else -100 for t, w in zip(answer.token_ids, answer.weights, strict=True)]
         assert labels[begin:behind] == expected
-        if "log_probs" in present:
-            column = batch["log_probs"][0]
-            assert column[begin:behind].tolist() == list(
-                answer.columns.get("log_probs", [0.0] * len(expected))
-            )
-            assert not column[start:begin].any()
-            assert not column[behind:end].any()
-        for name in present - {"log_probs"}:
-            (value,) = answer.columns.get(name, (COLUMNS[name].filler,))
-            assert batch[name][number].item() == value
+        for name in present:
+            filler = COLUMNS[name].filler
+            values = answer.columns.get(name, [filler] * len(expected))
+            around = [filler] * (begin - start), [filler] * (end - behind)
+            wanted = torch.tensor([*around[0], *values, *around[1]])
+            torch.testing.assert_close(batch[name][0, start:end], wanted, rtol=0, atol=0, equal_nan=True)
     assert end == len(labels)
     assert (batch["alternatives"].tolist() if "alternatives" in batch else []) == alternatives
-    assert {name: batch[name].shape for name in present} == {
-        name: (1, end) if name == "log_probs" else (len(packed),) for name in present
-    }
-    assert {name: str(batch[name].dtype) for name in present} == {
-        name: f"torch.{COLUMNS[name].dtype}" for name in present
-    }
+    assert all(batch[name].shape == (1, end) for name in present)

@@ -84,22 +84,13 @@ def test_container(
         ("{'bbox_2d': [1, 2, 3, 4], 'label': 'a'}", "not_an_object"),
         ('{"bbox_2d": [1, 2, 3, 4] "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [1, 2, 3, 4], "label": "a",}', "not_an_object"),
-        ('{,"bbox_2d": [1, 2, 3, 4], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [1, 2, 3, 4,], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [1, 2,, 4], "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [1 2 3 4], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [01, 2, 3, 4], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [+1, 2, 3, 4], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [1, 2, 3, 4.], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [x, 2, 3, 4], "label": "a"}', "not_an_object"),
-        ('{"bbox_2d": [1, 2, 3, 4), "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [1, 2, 3, 4, "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [1, 2, 3, 4]], "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [1, 2, {3, 4], "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [<|coord_1|><|coord_2|>], "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [<|coord_x|>, 2, 3, 4], "label": "a"}', "not_an_object"),
         ('{"bbox_2d": [1, 2, 3, 4], "label": "a\nb"}', "not_an_object"),
-        ('{"bbox_2d": [1, 2, 3, 4], "label": "a\\x"}', "not_an_object"),
         ('{"bbox_2d": [1, 2, 3, 4], "label": "a", "score": 1}', "unexpected_key"),
         ('{"bbox_2d": [1], "label": "a", "score": 1}', "unexpected_key"),
         ('{"desc": "a", "bbox_2d": [1, 2, 3, 4]}', "unexpected_key"),
@@ -109,15 +100,11 @@ def test_container(
         ("{}", "missing_box"),
         ('{"bbox_2d": null, "label": "a"}', "wrong_arity"),
         ('{"bbox_2d": "1, 2, 3, 4", "label": "a"}', "wrong_arity"),
-        ('{"bbox_2d": {"x1": 1}, "label": "a"}', "wrong_arity"),
         ('{"bbox_2d": [[1, 2, 3, 4]], "label": "a"}', "wrong_arity"),
         ('{"bbox_2d": [], "label": ""}', "wrong_arity"),
-        ('{"bbox_2d": [1, 2, 3, 4, 5], "label": "a"}', "wrong_arity"),
         ('{"bbox_2d": [1, 2, 3, 4]}', "missing_label"),
         ('{"bbox_2d": [1, 2, 3, 4], "label": " "}', "missing_label"),
         ('{"bbox_2d": [1, 2, 3, 4], "label": "\\t\\u00a0"}', "missing_label"),
-        ('{"bbox_2d": [1, 2, 3, 4], "label": 7}', "missing_label"),
-        ('{"bbox_2d": [1, 2, 3, 4], "label": null}', "missing_label"),
         ('{"bbox_2d": [1, 2, 3, 4], "label": ["a"]}', "missing_label"),
         ('{"bbox_2d": [9, 2, 3, 4], "label": ""}', "invalid_box"),
     ],
@@ -137,21 +124,14 @@ def test_a_bad_element_is_dropped_alone_with_its_first_reason(element: str, reas
         ("1, 9, 3, 4", None),
         ("-1, 2, 3, 4", None),
         ("1.5, 2, 3, 4", None),
-        ("1.0, 2, 3, 4", None),
-        ("1e0, 2, 3, 4", None),
         ("true, 2, 3, 4", None),
-        ("null, 2, 3, 4", None),
         ("NaN, 2, 3, 4", None),
-        ("1, 2, Infinity, 4", None),
-        ("-Infinity, 2, 3, 4", None),
         ('"1", 2, 3, 4', None),
         ('"1", "2", "3", "4"', None),
         ("[1], 2, 3, 4", None),
-        ("{}, 2, 3, 4", None),
         ("<|coord_1|>, 2, 3, 4", None),
         ('"<|coord_1|>", 2, 3, 4', None),
         ('"<|coord_1|> ", <|coord_2|>, <|coord_3|>, <|coord_4|>', None),
-        ('"coord_1", <|coord_2|>, <|coord_3|>, <|coord_4|>', None),
         ("<|coord_9|>, <|coord_2|>, <|coord_3|>, <|coord_4|>", None),
         ("1, 2, 3, " + "9" * 5000, None),
         ("1, 2, 1, 2", (1, 2, 1, 2)),
@@ -191,6 +171,10 @@ def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
     return f'"{name}": {{"desc": "{label}", "bbox_2d": [{box}]}}'
 
 
+def listed(*entries: str) -> str:
+    return "{" + ", ".join(entries) + "}"
+
+
 @pytest.mark.parametrize(
     ("body", "labels", "dropped", "unclosed"),
     [
@@ -206,28 +190,13 @@ def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
         ("", "", {}, False),
         ("Sure: ```\n{" + entry("object_1", "x") + "}\n``` {" + entry("object_2", "y") + "}", "x", {}, False),
         ("{" + entry("object_1", "x") + "}<|im_end|>{", "x", {}, False),
+        (listed(entry("thing_1", "x"), entry("object_2", "y")), "y", {"unexpected_key": 1}, False),
+        (listed(entry("object_", "x"), entry("object_1a", "y")), "", {"unexpected_key": 2}, False),
+        (listed(entry("object_²", "x")), "", {"unexpected_key": 1}, False),
+        (listed(entry("object_1", "x"), entry("object_1", "y")), "x", {"unexpected_key": 1}, False),
+        (listed(entry("object_1", "x"), entry(r"object_\u0031", "y")), "x", {"unexpected_key": 1}, False),
         (
-            "{" + entry("thing_1", "x") + ", " + entry("object_2", "y") + "}",
-            "y",
-            {"unexpected_key": 1},
-            False,
-        ),
-        ("{" + entry("object_", "x") + entry("object_1a", "y") + "}", "", {"unexpected_key": 2}, False),
-        ("{" + entry("object_²", "x") + "}", "", {"unexpected_key": 1}, False),
-        (
-            "{" + entry("object_1", "x") + ", " + entry("object_1", "y") + "}",
-            "x",
-            {"unexpected_key": 1},
-            False,
-        ),
-        (
-            "{" + entry("object_1", "x") + ", " + entry(r"object_\u0031", "y") + "}",
-            "x",
-            {"unexpected_key": 1},
-            False,
-        ),
-        (
-            '{"object_1": 7, ' + entry("object_1", "y") + "}",
+            listed('"object_1": 7', entry("object_1", "y")),
             "",
             {"not_an_object": 1, "unexpected_key": 1},
             False,
@@ -303,30 +272,9 @@ def test_elements_do_not_influence_each_other(elements: list[str]) -> None:
     assert not whole.unclosed
 
 
-PIECES = st.sampled_from(
-    [
-        *'[]{}",:\\ \n',
-        '"bbox_2d":',
-        '"label":',
-        '"desc":',
-        '"object_1":',
-        "[1,2,3,4]",
-        '"a"',
-        TEXT_A,
-        "<|coord_1|>",
-        "<|im_end|>",
-        "-",
-        "1e9",
-        "0",
-        "true",
-        "NaN",
-        "\\u",
-        "\\ud800",
-        "\x00",
-        "é",
-        "```json",
-    ]
-)
+WORDS = '"bbox_2d": "label": "desc": "object_1": "a" [1,2,3,4] - 1e9 0 true NaN \\u \\ud800 é ```json'
+WORDS += " <|coord_1|> <|im_end|>"
+PIECES = st.sampled_from([*'[]{}",:\\ \n\x00', TEXT_A, *WORDS.split()])
 
 
 @given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)), st.sampled_from(list(DIALECTS)))

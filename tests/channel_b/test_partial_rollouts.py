@@ -7,21 +7,15 @@ keeps the version that sampled it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 from channel_b.pipeline_bench import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swift_stage2.channel_b.attempts import join
-from swift_stage2.errors import StaleSample
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.telemetry.account import RankAccount, account_of
 from swift_stage2.telemetry.event_log import read_events
 
@@ -231,38 +225,3 @@ def test_parts_make_one_rollout(scene: Scene) -> None:
     )
     assert join(None, rest) is rest
     assert join(first, replace(rest, prompt_token_ids=(4,))) is None
-
-
-@given(
-    first=st.tuples(st.integers(0, 9), st.integers(1, 4)),
-    later=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=5),
-    current=st.integers(0, 12),
-    window=st.integers(0, 5),
-)
-def test_the_window_bounds_the_lag_of_every_token(
-    first: tuple[int, int], later: list[tuple[int, int]], current: int, window: int
-) -> None:
-    """Parts of drawn versions and lengths; a later part may be of an older version, and empty."""
-    parts = [
-        Rollout(
-            sample=Sample(SampleKey(epoch=0, position=0, index=0), row={}),
-            text="",
-            token_ids=(0,) * num_tokens,
-            prompt_token_ids=(),
-            truncated=False,
-            seed=0,
-            server="",
-            spans=(VersionSpan(version, 0, num_tokens),),
-        )
-        for version, num_tokens in (first, *later)
-    ]
-    whole = reduce(join, parts, None)
-    assert whole is not None
-    assert [n for span in whole.spans for n in range(span.start, span.end)] == [*range(len(whole.token_ids))]
-    versions = [span.version for span in whole.spans for _ in range(span.start, span.end)]
-    assert versions == [version for version, num_tokens in (first, *later) for _ in range(num_tokens)]
-    is_trained = False
-    with suppress(StaleSample):
-        require_fresh([("it", whole.version)], current=current, window=window)
-        is_trained = True
-    assert is_trained == all(current - version <= window for version in versions)

@@ -6,10 +6,10 @@ That is trained, quarantined, or outstanding in its source.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from channel_b.pipeline_bench import (
     MAX_ATTEMPTS,
     PATIENCE_S,
     WINDOW,
-    Answer,
     MakeBench,
     encoder,
     make_bench,
@@ -290,26 +289,9 @@ def _misread(samples: Sequence[Sample]) -> BatchOutcome:
     return BatchOutcome(rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples))
 
 
-def _permuted(samples: Sequence[Sample], answer: Answer) -> BatchOutcome:
-    """As a server answers that mixes its requests up."""
-    answers = answer(samples).rollouts
-    pairs = zip(samples, answers[1:] + answers[:1], strict=True)
-    return BatchOutcome(rollouts=tuple(replace(rollout, sample=sample) for sample, rollout in pairs))
-
-
-@pytest.mark.parametrize("is_permuted", [False, True])
-def test_a_server_that_agrees_on_no_prompt_is_at_fault_and_no_sample(
-    make_bench: MakeBench, rows: Rows, is_permuted: bool
-) -> None:
-    """Any four rows ask several questions; answers to equal prompts may have been mixed up as well."""
-    bench = make_bench(
-        [
-            {**row, "messages": [{"role": "user", "content": f"<image>{number % 5}"}, *row["messages"][1:]]}
-            for number, row in enumerate(rows)
-        ]
-    )
-    good = bench.client.answer_all
-    bench.client.answer = partial(_permuted, answer=good) if is_permuted else _misread
+def test_a_server_that_agrees_on_no_prompt_is_at_fault_and_no_sample(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    good, bench.client.answer = bench.client.answer_all, _misread
     bench.observe()
     assert bench.work()
     assert bench.client.distrusted == ["http://127.0.0.1:1"]
@@ -332,7 +314,7 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(make_be
     assert bench.work()
     ((key, reason, message),) = bench.events.quarantines
     assert (key, reason) == (bench.client.calls[0][0], "prompt_mismatch")
-    assert "num_server_tokens=3" in message
+    assert re.search(r"num_server_tokens=3 num_learner_tokens=\d+ first_difference=1", message)
     assert bench.client.distrusted == []
 
 
@@ -497,23 +479,6 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: MakeBench) -> 
 
 
 # --- pausing and ending ------------------------------------------------------------------------------
-
-
-def test_while_paused_each_version_is_asked_once(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    bench.client.answer = lambda samples: BatchOutcome(
-        rollouts=tuple(replace(bench.client.rollout(sample), truncated=True) for sample in samples[:1]),
-        returned=tuple(samples[1:]),
-    )
-    for version in range(1, 4):
-        bench.observe(paused=True, max_prompts=2)
-        bench.work()
-        assert len(bench.client.calls) == version
-        for _ in range(3):
-            bench.observe(paused=True, max_prompts=2)
-            assert not bench.work()
-        assert len(bench.client.calls) == version
-        bench.clock.advance()
 
 
 def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: MakeBench) -> None:

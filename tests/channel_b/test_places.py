@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 from channel_b.test_rollout_client import PATIENCE_S, make_client_of_ours, make_samples, positions, stamp
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, request
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_batch import all_samples, await_settled, collect, prove, unsettled, withdraw
 from waiting import wait_for
 
 from swift_stage2.channel_b.rollouts import RolloutClient, batch
 from swift_stage2.channel_b.rollouts.requests import PostEnd
+from swift_stage2.channel_b.rollouts.server_state import PlaceLimit
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
 PLACES = 4
@@ -115,6 +118,34 @@ def test_a_server_without_room_gets_fewer_posts_at_once(
         assert only.num_places == PLACES
 
 
+def test_the_limit_halves_when_there_is_no_room_and_grows_by_one_per_full_set() -> None:
+    limit = PlaceLimit()
+    assert limit.within(8) == 8
+    limit.observe(PostEnd.BUSY, began_s=0.0, ended_s=1.0, most=8)
+    assert limit.within(8) == 4
+    limit.observe(PostEnd.TIMED_OUT, began_s=0.5, ended_s=2.0, most=8)
+    assert limit.within(8) == 4, "it left before the cut"
+    for _ in range(5):
+        limit.observe(PostEnd.ANSWERED, began_s=2.0, ended_s=3.0, most=8)
+    assert limit.within(8) == 5
+    limit.observe(PostEnd.LOST, began_s=3.0, ended_s=4.0, most=8)
+    assert limit.within(8) == 5, "trust, not room"
+
+
+@given(
+    ends=st.lists(st.sampled_from((PostEnd.ANSWERED, PostEnd.BUSY, PostEnd.TIMED_OUT, PostEnd.LOST))),
+    most=st.integers(1, 64),
+)
+def test_the_limit_stays_between_one_and_the_share_and_comes_back(ends: list[PostEnd], most: int) -> None:
+    limit = PlaceLimit()
+    for second, end in enumerate(ends):
+        limit.observe(end, began_s=second, ended_s=second + 1, most=most)
+        assert 1 <= limit.within(most) <= most
+    for _ in range(most * most + 2):
+        limit.observe(PostEnd.ANSWERED, began_s=0.0, ended_s=0.0, most=most)
+    assert limit.within(most) == most
+
+
 # --- trust, with several POSTs out -----------------------------------------------------------------------
 
 
@@ -146,19 +177,6 @@ def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(server: FakeR
         client.submit(copies[:1], [request("bad")])
         ((sample, _),) = collect(client, copies[:1]).quarantined
     assert sample.key.index == 7
-
-
-def test_a_server_that_is_withdrawn_gives_everything_back(
-    server: FakeRolloutServer, go_on: threading.Event
-) -> None:
-    server.on_infer = holding(go_on, *map(str, range(9)))
-    with streaming(server, request_timeout_s=3600.0) as client:
-        samples = submit(client, PLACES + 1)
-        server.wait_until(lambda: len(server.infer_calls) == PLACES)
-        withdraw(client, server.url)
-        outcome = collect(client, samples)
-        assert (positions(outcome.returned), client.in_flight) == (list(range(PLACES + 1)), 0)
-    assert len(server.infer_calls) == PLACES, "what waited was not asked"
 
 
 @pytest.mark.parametrize(
@@ -226,18 +244,6 @@ def test_a_server_is_drained_when_all_places_have_ended(
     rollouts = [rollout for outcome in outcomes if outcome is not None for rollout in outcome.rollouts]
     assert sorted(rollout.version for rollout in rollouts) == [3] * PLACES + [4]
     assert {rollout.sample.key for rollout in rollouts} == {sample.key for sample in samples}
-
-
-def test_a_stop_ends_every_place(server: FakeRolloutServer, go_on: threading.Event) -> None:
-    server.on_infer = holding(go_on, *map(str, range(9)))
-    client = streaming(server, request_timeout_s=3600.0)
-    samples = submit(client, PLACES + 1)
-    server.wait_until(lambda: len(server.infer_calls) == PLACES)
-    client.request_stop()
-    outcome = collect(client, samples)
-    assert (len(outcome.returned), client.suspects, client.free_places) == (PLACES + 1, {}, 0)
-    client.close()
-    assert not client._thread.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -28,7 +28,6 @@ from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost, SampleError
 from swift_stage2.records import Pack, Rollout, Segment
-from swift_stage2.telemetry.timing import Trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -45,14 +44,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
-    return Trace(True)
-
-
-@pytest.fixture(scope="module")
-def shared(encoder: Encoder, trace: Trace) -> Iterator[ProcessPreprocessor]:
+def shared(encoder: Encoder) -> Iterator[ProcessPreprocessor]:
     """One process for the tests that leave it alive; loading ms-swift takes it seconds."""
-    process = ProcessPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH, trace=trace)
+    process = ProcessPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
     process.await_ready()
     yield process
     process.close()
@@ -67,9 +61,6 @@ with Path(__file__).with_suffix(".imports").open("a") as imports:
     imports.write("once ")
 
 class Parts:
-    def with_span(self, span):
-        return self
-
     def attach_model(self): ...
 
     def encode_prompt(self, sample):
@@ -85,7 +76,7 @@ class Parts:
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessPreprocessor]:
     """A process that the test may kill; of a user's parts that load no ms-swift, which takes ten seconds."""
     parts = import_parts(tmp_path / "light.py", monkeypatch)
-    process = ProcessPreprocessor(parts, parts, packing_length=PACKING_LENGTH, trace=Trace(False))
+    process = ProcessPreprocessor(parts, parts, packing_length=PACKING_LENGTH)
     yield process
     process.close()
 
@@ -228,7 +219,7 @@ def test_a_template_that_cannot_be_loaded_there_is_told(
     parts = import_parts(tmp_path / "light.py", monkeypatch)
     (tmp_path / "light.py").write_text("raise RuntimeError('of the learner alone')")
     with (
-        closing(ProcessPreprocessor(parts, parts, packing_length=8, trace=Trace(False))) as process,
+        closing(ProcessPreprocessor(parts, parts, packing_length=8)) as process,
         pytest.raises(PreprocessorLost, match=r"got RuntimeError: of the learner alone; .*: thread"),
     ):
         process.await_ready()
@@ -247,7 +238,7 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> Non
     task.callback = lambda: None
     before = psutil.Process().children()
     with pytest.raises(ConfigError, match=r"must be picklable, got .*; write .*preprocessing: thread"):
-        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
+        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH)
     assert psutil.Process().children() == before
 
 
@@ -269,10 +260,9 @@ LEAVES = """
 import sys, threading
 from light import Parts
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.telemetry.timing import Trace
 
 if __name__ == "__main__":
-    process = ProcessPreprocessor(Parts(), Parts(), packing_length=8, trace=Trace(False))
+    process = ProcessPreprocessor(Parts(), Parts(), packing_length=8)
     process.await_ready()
     hung = process._pool.submit(__import__("time").sleep, 600)
     while not hung.running():

@@ -178,18 +178,6 @@ def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_noth
 # --- what is counted ---------------------------------------------------------------------------------
 
 
-def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: Rows) -> None:
-    scene = Scene(encoder, rows)
-    scene.part.begin(5)
-    assert scene.ask(99)
-    counts = scene.part.end()
-    num_objects = sum(len(rows[index]["objects"]["bbox"]) for index in (0, 2, 4, 6, 8))
-    assert counts == EvaluationCounts(5, 5, 0, 0, num_objects, num_objects, num_objects, counts.sum_iou)
-    assert counts.ratios == {
-        "precision": 1.0, "recall": 1.0, "f1": 1.0, "mean_iou": pytest.approx(1.0), "truncated_ratio": 0.0,
-    }  # fmt: skip
-
-
 def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
     encoder: Encoder, rows: Rows
 ) -> None:

@@ -2,20 +2,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2 import records
-from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.errors import QueueClosed, ReservationSpent
-from swift_stage2.scheduling.version_clock import require_fresh
-
-QUALITY = records.MatchQuality(0, 1, 0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -117,31 +111,6 @@ def test_drops_are_reported_outside_the_lock() -> None:
     held.release()  # overflow by release
     queue.reserve(1, current_version=2)  # stale
     assert answered == [True, True, True]
-
-
-SEGMENTS = st.lists(st.integers(0, 4), min_size=1, max_size=4)
-
-
-@given(st.lists(st.one_of(SEGMENTS, st.sampled_from(("round", "reserve"))), max_size=40), st.integers(0, 3))
-@settings(max_examples=200)
-def test_no_sample_of_a_pack_that_is_taken_is_stale(events: list[list[int] | str], window: int) -> None:
-    """Packs of segments of any age, as the pipeline makes them: the oldest decides, so every single one is fresh."""
-    current, encoder = 5, SimpleNamespace(collate=lambda segments: {})
-    queue = ReadyQueue(8, window)
-    for number, event in enumerate(events):
-        if event == "round":
-            current += 1
-        elif isinstance(event, list):
-            segments = [
-                records.Segment(records.SampleKey(0, number, at), current - age, {}, 1, 1, QUALITY)
-                for at, age in enumerate(event)
-            ]
-            pack = make_pack(str(number), segments, encoder, 4)  # type: ignore[arg-type]
-            assert pack.versions == tuple(segment.version for segment in segments)
-            queue.offer(pack, current_version=current)
-        elif (reservation := queue.reserve(1, current_version=current)) is not None:
-            (taken,) = reservation.take()
-            require_fresh(zip(taken.keys, taken.versions, strict=True), current=current, window=window)
 
 
 class QueueAgainstAList(RuleBasedStateMachine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -256,19 +255,6 @@ def test_a_refusal_is_the_servers_and_is_not_argued_with(server: FakeRolloutServ
     assert ("api_key_env" in client.suspects[server.url]) == (status != 409)
 
 
-def test_the_key_is_sent_and_shown_nowhere(
-    server: FakeRolloutServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    server.on_infer = lambda call: error(500, f"you sent {call.headers['Authorization']}" + "x" * 245 + KEY)
-    with make_client(server, api_key=KEY) as client:
-        outcome = ask(client, 2)
-        shown = [repr(client), str(vars(client)), repr(outcome), str(client.suspects), caplog.text]
-    assert server.infer_calls[0].headers["Authorization"] == f"Bearer {KEY}"
-    assert "you sent" in repr(outcome)
-    assert not [text for text in shown if KEY[:12] in text]
-
-
 # --- connections ---------------------------------------------------------------------------------
 
 
@@ -455,9 +441,9 @@ def test_what_must_be_of_one_version_is_asked_of_who_has_proven_it(
 def test_a_suspicion_outlasts_a_proof_until_all_ranks_have_heard_of_it(
     updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
-    updating.mark_suspect(server.url, "it permutes")
+    updating.mark_suspect(server.url, "a doubt")
     prove(updating, version=4)  # agreed on before
-    assert (updating.proven, updating.suspects) == ((), {server.url: "it permutes"})
+    assert (updating.proven, updating.suspects) == ((), {server.url: "a doubt"})
     assert [updating.take_suspicions() for _ in range(2)] == [{server.url}, frozenset()]
     withdraw(updating, server.url)
     assert (updating.proven, updating.busy()) == ((), frozenset())

@@ -10,7 +10,6 @@ from real_model import Rows, answer_and_objects, make_encoder, make_task, make_t
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import try_task
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Target
@@ -65,25 +64,6 @@ def test_the_same_label_is_asked_for_only_when_it_is_configured() -> None:
     assert _correct(make_task(same_label=True), "").quality.num_pairs == 0
 
 
-def test_each_token_has_the_weight_of_its_group() -> None:
-    weights = {group: float(number) for number, group in enumerate(TokenGroup, start=1)}
-    task = make_task(weights=weights)
-    target = _correct(task, _answer(("owl", BOXES[2])))
-    assert len(target.weights) == len(target.token_ids) == len(target.text)
-    by_group = {
-        group: "".join(
-            c for c, weight in zip(target.text, target.weights, strict=True) if weight == weights[group]
-        )
-        for group in TokenGroup
-    }
-    assert by_group[TokenGroup.MATCHED_LABEL] == "owl"
-    assert by_group[TokenGroup.MISSED_LABEL] == "catdog"
-    assert by_group[TokenGroup.MATCHED_COORDINATES] == "10, 60, 30, 100"
-    assert by_group[TokenGroup.MISSED_COORDINATES] == "0, 0, 40, 4050, 50, 90, 90"
-    assert by_group[TokenGroup.CLOSURE] == "}]"
-    assert task.closing_weight == weights[TokenGroup.CLOSURE]
-
-
 # --- the format of channel A's answers -------------------------------------------------------------
 
 
@@ -95,19 +75,6 @@ def test_channel_as_real_answers_pass_in_their_own_dialect_only(rows: Rows, opti
     with pytest.raises(ConfigError, match="dialect=object_map") as caught:
         make_task("object_map").check_answer(answer, objects)
     assert answer[:40] in str(caught.value)
-
-
-def test_real_answers_in_the_map_dialect_pass_there_only(rows: Rows) -> None:
-    count = len(rows[0]["objects"]["ref"])
-    entries = ", ".join(
-        f'"object_{n}": {{"desc": "<ref-object>", "bbox_2d": <bbox>}}' for n in range(1, count + 1)
-    )
-    messages = [rows[0]["messages"][0], {"role": "assistant", "content": f"{{{entries}}}"}]
-    sample = sample_of({**rows[0], "messages": messages})
-    answer, objects = answer_and_objects(make_encoder(), sample)
-    make_task("object_map").check_answer(answer, objects)
-    with pytest.raises(ConfigError, match="dialect=object_list"):
-        make_task("object_list").check_answer(answer, objects)
 
 
 def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: Rows) -> None:

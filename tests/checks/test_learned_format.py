@@ -25,7 +25,6 @@ from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, m
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.errors import ConfigError
-from swift_stage2.telemetry.timing import Trace
 
 LENGTH = 2000
 OBJECT = '{"label": "<ref-object>", "bbox_2d": <bbox>}'
@@ -94,7 +93,7 @@ def test_what_was_learned_reaches_the_preprocessing_process(
     task = _learned(written, encoder)
     samples = [sample_of(row) for row in written]
     rollouts = [rollout_of(sample, "", encoder.encode_prompt(sample).token_ids) for sample in samples]
-    process = ProcessPreprocessor(encoder, task, packing_length=LENGTH, trace=Trace(False))
+    process = ProcessPreprocessor(encoder, task, packing_length=LENGTH)
     try:
         process.await_ready()
         theirs = list(process.encode(rollouts))

@@ -60,7 +60,7 @@ def image(tmp_path: Path) -> str:
         ({"prompt": "<image>Where is <ref-object>?"}, Rule.PROMPT, "must not hold <ref-object>"),
         ({"prompt": "<image><image>Detect."}, Rule.PROMPT, "num_tags=2 num_images=1"),
         ({"boxes": [[1, 2, 400, 20]]}, Rule.BOUNDS, "bbox=[1.0, 2.0, 400.0, 20.0] width=40 height=30"),
-        ({"image_id": [1]}, Rule.OBJECTS, "in the first of a row's images, got image_id=1"),
+        ({"image_id": [1]}, Rule.OBJECTS, "first of a row's images, got image_id=[1]"),
         ({"boxes": [[1e400, 2, 3, 4]]}, Rule.OBJECTS, "0 <= x1 <= x2"),
         (
             {"boxes": [[0.1, 0.2, 0.5, 1]]},

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,14 @@ import swift_stage2
 from swift_stage2 import try_task
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, make_target
+from swift_stage2.channel_b.preprocessing import EncodedRollout, make_target
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.channel_b.task import TASKS, needed_columns
+from swift_stage2.channel_b.task import TASKS
 from swift_stage2.checks.channel_b_parts import make_task as task_of
-from swift_stage2.checks.samples import try_answers
-from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import infer_wire
-from swift_stage2.telemetry.timing import Trace
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -69,7 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def load(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Imports a file as ms-swift imports a plugin; what it registers, and its path, are gone afterwards."""
-    registries: list[dict[str, Any]] = [TASKS, DIALECTS, COLUMNS]
+    registries: list[dict[str, Any]] = [TASKS, DIALECTS]
     names = [dict(parts) for parts in registries]
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield lambda name: import_external_file(str(files / name))
@@ -131,9 +127,7 @@ def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_f
         assert target.quality.num_pairs == len(row["objects"]["ref"]) > 0
         assert len(parse_rollout(answer, DIALECTS["named_boxes"]).objects) == len(row["objects"]["ref"])
     # The process that preprocesses knows nothing of the file, and need not.
-    with closing(
-        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
-    ) as there:
+    with closing(ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH)) as there:
         there.await_ready()
         (judged,) = there.score([rollout_of(sample, answer, prompt.token_ids)])
         assert judged.target == target  # type: ignore[union-attr]
@@ -156,9 +150,7 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
     sample = Sample(SampleKey(0, 0, 0), row, truth)
     prompt = encoder.encode_prompt(sample)
     task.check_answer(encoder.answer_of(sample), task.to_space(sample.truth, prompt.convert))
-    with closing(
-        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
-    ) as there:
+    with closing(ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH)) as there:
         there.await_ready()
         right, wrong = there.encode(
             [rollout_of(sample, text, prompt.token_ids) for text in (str(truth), "many")]
@@ -213,23 +205,6 @@ def test_a_users_settings_are_checked_and_reach_the_task(load: Any, tmp_path: Pa
 
 def _with_settings(settings: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "stage2_ab": {**settings["stage2_ab"], "task_settings": written}}
-
-
-def test_a_users_column_is_asked_for_and_packed(load: Any, tmp_path: Path, rows_file: Path) -> None:
-    load("surprise.py")
-    settings = {"swift": {"external_plugins": ["surprise.py"]}, "stage2_ab": {"task": "surprised"}}
-    config = _configured(tmp_path, settings)
-    assert needed_columns(config) == (LOG_PROBS, COLUMNS["surprise"])
-    task, encoder, sample = task_of(config), make_encoder(), sample_of(read_rows(rows_file)[0])
-    try_answers(encoder, task, [sample])
-    prompt = encoder.encode_prompt(sample)
-    rollout = rollout_of(sample, "[]", prompt.token_ids)
-    rollout = replace(rollout, token_ids=(300, 301), log_probs=(-0.5, -1.0))
-    preprocessor = Preprocessor(encoder, task, packing_length=2 * PACKING_LENGTH)
-    segments = [
-        each.segment for each in preprocessor.encode([rollout] * 2) if isinstance(each, EncodedRollout)
-    ]
-    assert preprocessor.pack("p", segments).batch["surprise"].tolist() == [0.75, 0.75]
 
 
 _BOTH = """

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torchrun_job import LearnerRun, Server, run_learner, write_config
+from torchrun_job import RECORDER, TEMPLATE, LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.runtime.checkpoints import why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+SHARDING = Path(__file__).parents[1] / "sharding_cpu_ranks.py"
 _NUM_STEPS = 10
 _SAVED = 6
 
@@ -29,6 +30,7 @@ def runs(
         "tuner_type": request.param,
         "learning_rate": {"full": 1e-4, "lora": 1e-2}[request.param],
         "fsdp": "fsdp2",
+        "external_plugins": [str(TEMPLATE), str(RECORDER), str(SHARDING)],
         "save_strategy": "steps",
         "save_steps": _SAVED,
     }

@@ -195,10 +195,6 @@ def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run
             "micro_step",
             "plan",
             "POST",
-            "parse",
-            "match",
-            "target",
-            "encode",
             "prepare",
             "pack",
         } <= kinds

@@ -19,7 +19,6 @@ from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.channel_b.rollouts import RolloutClient
-from swift_stage2.channel_b.rollouts.server_client import ServerClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
@@ -133,11 +132,11 @@ def _as_if_of_its_last_part(rollout: Rollout) -> Rollout:
 
 
 class RepeatingClient(RolloutClient):
-    """What ends beside other POSTs of its server comes out twice."""
+    """What ends beside other POSTs comes out twice."""
 
-    def _handle_outcome(self, server: ServerClient, outcome: BatchOutcome, answered_s: float) -> None:
-        for _ in range(1 + bool(server.state._out)):
-            super()._handle_outcome(server, outcome, answered_s)
+    def put(self, outcome: BatchOutcome) -> None:
+        for _ in range(1 + any(server.state._out for server in self._servers.values())):
+            super().put(outcome)
 
 
 class PatientQueue(ReadyQueue):

@@ -18,7 +18,7 @@ from interleaving.scheduler import Scheduler, Strand
 
 from swift_stage2 import evaluation, fence
 from swift_stage2.channel_b import attempts, pipeline, ready_queue, sample_source
-from swift_stage2.channel_b.rollouts import batch, client, seeds, server_client, server_state
+from swift_stage2.channel_b.rollouts import batch, client, server_client, server_state
 from swift_stage2.learner import learner
 from swift_stage2.learner import versions as learner_versions
 from swift_stage2.scheduling import horizon, version_clock
@@ -330,7 +330,7 @@ class Executor:
 
 
 _WITH_THREADING = (
-    attempts, client, evaluation, fence, health_check, pipeline, publisher, ready_queue, sample_source, seeds,
+    attempts, client, evaluation, fence, health_check, pipeline, publisher, ready_queue, sample_source,
     server_client, server_push, server_state, snapshot, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
@@ -349,7 +349,7 @@ class NoWatch(nullcontext[None]):
 
 
 def run_on(make_loop: Callable[[], Any]) -> Callable[[Any], Any]:
-    """In place of ``servers.call.run``."""
+    """In place of ``servers.session.run``."""
 
     def run(work: Any) -> Any:
         loop = make_loop()

@@ -65,7 +65,7 @@ class Learner:
         )
         self.sync = make_updates(self.module, self.publisher, canary=self.canary)
         with ServerSession(server.base_url) as session:
-            model = vllm_serve.find_model(session, Deadline(20.0))
+            model = vllm_serve.find_info(session, Deadline(20.0))
         assert model is not None
         self.client = RolloutClient(
             [server.base_url],
@@ -75,7 +75,7 @@ class Learner:
             rank=0,
             world_size=1,
             run_id="run",
-            kinds={server.base_url: ServerKind(chat_model=model.name)},
+            kinds={server.base_url: ServerKind(chat_model=model.chat_model)},
         )
 
     def push(self) -> RoundOutcome:

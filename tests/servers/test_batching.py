@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.errors import EngineUnavailable
+from swift_stage2.servers import batching
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 
 DEADLINE_S = 60.0
@@ -22,10 +23,6 @@ class Ask:
     number: int = 0
 
 
-def make_queue(max_batch_size: int = 4, gather_s: float = 0.0) -> BatchQueue[Ask]:
-    return BatchQueue(max_batch_size=max_batch_size, gather_s=gather_s)
-
-
 def take_in_thread(queue: BatchQueue[Ask]) -> tuple[threading.Thread, list[Any]]:
     taken: list[Any] = []
     thread = threading.Thread(target=lambda: taken.append(queue.take()), daemon=True)
@@ -35,11 +32,11 @@ def take_in_thread(queue: BatchQueue[Ask]) -> tuple[threading.Thread, list[Any]]
 
 @given(keys=st.lists(st.sampled_from("abc"), max_size=20), size=st.integers(1, 6))
 def test_batches_partition_the_jobs_in_order(keys: list[str], size: int) -> None:
-    queue = make_queue(max_batch_size=size)
+    queue = BatchQueue[Ask](max_batch_size=size)
     for number, key in enumerate(keys):
         queue.put(Ask(key, number))
     batches: list[list[Ask]] = []
-    while len(queue):
+    while sum(map(len, batches)) < len(keys):
         batch = queue.take()
         assert isinstance(batch, list)
         assert len({ask.key for ask in batch}) == 1
@@ -54,8 +51,9 @@ def test_batches_partition_the_jobs_in_order(keys: list[str], size: int) -> None
         assert first[0].number < later[0].number
 
 
-def test_a_batch_waits_for_jobs_that_are_being_prepared() -> None:
-    queue = BatchQueue[Ask](max_batch_size=4, gather_s=0.0, max_gather_s=DEADLINE_S)
+def test_a_batch_waits_for_jobs_that_are_being_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_MOST_GATHER_S", DEADLINE_S)
+    queue = BatchQueue[Ask](max_batch_size=4)
     queue.expect(2)
     queue.put(Ask("a", 0), expected=True)
     thread, taken = take_in_thread(queue)
@@ -66,7 +64,7 @@ def test_a_batch_waits_for_jobs_that_are_being_prepared() -> None:
 
 
 def test_a_task_leaves_alone_and_in_its_turn() -> None:
-    queue = make_queue()
+    queue = BatchQueue[Ask](max_batch_size=4)
     queue.put(Ask("a", 0))
     queued = queue.put_task(lambda: "done")
     assert queue.take() == [Ask("a", 0)]
@@ -78,7 +76,7 @@ def test_a_task_leaves_alone_and_in_its_turn() -> None:
 
 
 def test_closing_wakes_the_taker_and_refuses_what_comes_later() -> None:
-    queue = make_queue()
+    queue = BatchQueue[Ask](max_batch_size=4)
     thread, taken = take_in_thread(queue)
     assert queue.close() == []
     thread.join(DEADLINE_S)
@@ -86,22 +84,3 @@ def test_closing_wakes_the_taker_and_refuses_what_comes_later() -> None:
     for call in (lambda: queue.put(Ask("a")), lambda: queue.expect(1), lambda: queue.put_task(int)):
         with pytest.raises(EngineUnavailable):
             call()
-
-
-def test_jobs_of_other_sizes_fill_a_batch_and_one_too_large_leaves_alone() -> None:
-    queue: BatchQueue[Ask] = BatchQueue(max_batch_size=4, gather_s=0.0, size_of=lambda job: job.number)
-    for size in (3, 2, 1, 9, 2):
-        queue.put(Ask("a", size))
-    assert [[job.number for job in queue.take()] for _ in range(3)] == [[3, 1], [2, 2], [9]]
-
-
-def test_a_batch_waits_for_as_many_jobs_as_are_enough_and_no_longer() -> None:
-    queue = make_queue(max_batch_size=9)
-    queue.set_patience(DEADLINE_S, 3)
-    queue.put(Ask("a", 0))
-    thread, taken = take_in_thread(queue)
-    queue.put(Ask("a", 1))
-    assert taken == []
-    queue.put(Ask("a", 2))
-    thread.join(DEADLINE_S / 2)
-    assert taken == [[Ask("a", 0), Ask("a", 1), Ask("a", 2)]]

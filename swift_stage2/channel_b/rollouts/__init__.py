@@ -2,12 +2,10 @@
 
 client         all servers: takes samples from the pipeline, gives their ends back, and owns the event loop
 server_client  one server: a task per POST, each under a ticket of its fence; whose fault an end is
+batch          the samples of a POST, until each has an end
 server_state   whether a server may be asked (proven, suspect, busy with an abandoned POST), and which versions answered
-placement      which server gets the next requests, and how many at once (pure)
-seeds          no two POSTs of a run have one seed (pure)
-infer_route    ``/infer/`` of our server and of a stock one, and how a call ended: what 429 and other statuses mean
-chat_route     the same for a plain vllm serve, which takes one request a call
-http           one HTTP call with one deadline
+requests       the settings and the seed of a POST, and the words for its end
+routes         one HTTP call to each kind of server, and how it ended
 """
 
 from swift_stage2.channel_b.rollouts.client import RolloutClient

@@ -169,13 +169,12 @@ class Batch:
             # An aborted one leaves its sample to return.
             (aborted if completion.finish_reason == "abort" else rollouts).append(rollout)
         self._finish(
-            answered_s=0.0 if aborted else report.seconds,
             rollouts=tuple(rollouts),
             returned=tuple(each.sample for each in aborted),
             aborted=tuple(aborted),
         )
 
-    def _finish(self, answered_s: float = 0.0, **ends: Any) -> None:
+    def _finish(self, **ends: Any) -> None:
         """Tells of some samples, and of all POSTs since it was told last."""
         outcome = BatchOutcome(
             **ends,
@@ -185,4 +184,4 @@ class Batch:
             settings=self._settings,
         )
         self._failures, self._num_posts, self._began_s = [], 0, time.monotonic()
-        self._server.finish(outcome, answered_s)
+        self._server.finish(outcome)

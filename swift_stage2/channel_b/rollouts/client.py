@@ -1,7 +1,7 @@
 """The client of all rollout servers of a rank: asks proven ones, and says what became of every sample.
 
 Every sample submitted comes out exactly once: as a rollout, as poisonous, or to be asked again. Servers' faults cost a
-server its trust, never a sample an attempt. What is submitted goes to the server where it would end first; what ended
+server its trust, never a sample an attempt. What is submitted goes to the server that has the least in hand; what ended
 waits in one outbox. ``submit`` and ``next_finished`` belong to one thread (the pipeline's); what the learner tells of
 versions, ``wake``, ``request_stop`` and the properties may be used from any. Calls run on one event loop, on a thread.
 """
@@ -15,96 +15,78 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any
 
 from swift_stage2.channel_b.rollouts.batch import Ask
-from swift_stage2.channel_b.rollouts.placement import ServerPace, choose
-from swift_stage2.channel_b.rollouts.requests import RequestObserver, RequestSettings
-from swift_stage2.channel_b.rollouts.seeds import SeedLedger
-from swift_stage2.channel_b.rollouts.server_client import ClientSettings, ServerClient, backlog
+from swift_stage2.channel_b.rollouts.requests import RequestObserver, RequestSettings, SeedLedger
+from swift_stage2.channel_b.rollouts.server_client import ServerClient, backlog
 from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample
 from swift_stage2.scheduling.horizon import max_prompts_in_flight
-from swift_stage2.servers.call import CallLoop
 from swift_stage2.servers.health_check import ServerKind
+from swift_stage2.servers.session import CallLoop
 
 logger = logging.getLogger(__name__)
 
 _CLOSING_S = 5.0
 
 
+@dataclass(eq=False, repr=False)
 class RolloutClient:
-    """A context manager; it owns one thread, with an event loop, once anything is submitted."""
+    """A context manager; it owns one thread, with an event loop, once anything is submitted. No server is proven at
+    first."""
 
     make_fence = InferFence
 
-    def __init__(
-        self,
-        servers: Sequence[str],
-        *,
-        decoding: DecodingConfig,
-        request_timeout_s: float,
-        run_seed: int,
-        rank: int,
-        world_size: int,
-        api_key: str | None = None,
-        run_id: str | None = None,
-        max_inflight_per_server: int = 1,
-        is_lost: Callable[[str, int], bool] = lambda url, version: False,
-        observer: RequestObserver | None = None,
-        watch_post: Callable[[], AbstractContextManager[None]] = nullcontext,
-        kinds: Mapping[str, ServerKind] | None = None,
-        columns: tuple[Column, ...] = (),
-    ) -> None:
-        """No server is proven at first.
+    servers: Sequence[str]
+    """Base URLs."""
+    _: KW_ONLY
+    decoding: DecodingConfig
+    request_timeout_s: float
+    run_seed: InitVar[int]
+    rank: int
+    world_size: int
+    api_key: str | None = None
+    run_id: str | None = None
+    """What our server stamps."""
+    max_inflight_per_server: int = 1
+    """Prompts of all ranks that fill a server."""
+    is_lost: Callable[[str, int], bool] = lambda url, version: False
+    """Says of a base URL whether what was proven there for a version is known to have ended: a stock server's answers
+    do not tell who gives them."""
+    observer: RequestObserver | None = None
+    """Is told of every POST that brings no settings of its own, on the loop's thread."""
+    watch_post: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered on the loop's thread for the time that any POST is out."""
+    kinds: Mapping[str, ServerKind] = field(default_factory=dict)
+    """By base URL what servers are; any other is a stock ``swift rollout``."""
+    columns: tuple[Column, ...] = ()
+    """Asked for with whatever brings no settings of its own."""
 
-        ``run_id`` is what our server stamps. ``max_inflight_per_server`` prompts of all ranks fill a server.
-        ``is_lost`` says of a base URL whether what was proven there for a version is known to have ended: a stock
-        server's answers do not tell who gives them. ``observer`` is told of every POST that brings no settings of its
-        own, on the loop's thread; ``watch_post`` is entered there for the time that any POST is out. ``kinds``,
-        by base URL, say what servers are; any other is a stock ``swift rollout``. ``columns`` are asked for with
-        whatever brings no settings of its own.
-        """
-        self._rank = rank
-        self._world_size = world_size
-        self._max_inflight = max_inflight_per_server
+    def __post_init__(self, run_seed: int) -> None:
         self._num_submissions = 0
         self._changed = threading.Condition()
         self._finished: deque[BatchOutcome] = deque()
         self._failure: Exception | None = None
         self._is_woken = False
-        self._stopping = threading.Event()
-        self._settings = ClientSettings(
-            seeds=SeedLedger(run_seed=run_seed, rank=rank, world_size=world_size),
-            request_timeout_s=request_timeout_s,
-            api_key=api_key,
-            run_id=run_id,
-            is_lost=is_lost,
-            watch_post=watch_post,
-            most_per_post=max_inflight_per_server,
-            stopping=self._stopping,
-            finished=self._handle_outcome,
-            failed=self._fail,
-        )
-        self._default = RequestSettings(decoding, observer, columns)
-        self._loop, self._told = CallLoop(), asyncio.Event()
-        self._kinds = dict(kinds or {})
-        self._servers = {url: self._new_server(url, number) for number, url in enumerate(servers)}
-        self._paces = dict.fromkeys(servers, ServerPace())
+        self.stopping = threading.Event()
+        self.seeds = SeedLedger(run_seed=run_seed, rank=self.rank, world_size=self.world_size)
+        self._default = RequestSettings(self.decoding, self.observer, self.columns)
+        self.loop, self._stopped = CallLoop(), asyncio.Event()
+        self._kinds = dict(self.kinds)
+        self._servers = {url: self._new_server(url, number) for number, url in enumerate(self.servers)}
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
 
     def _new_server(self, base_url: str, number: int) -> ServerClient:
         # Where the places do not divide by the ranks, which ranks get one more rotates from server to server.
-        share = (self._max_inflight + (self._rank + number) % self._world_size) // self._world_size
+        share = (self.max_inflight_per_server + (self.rank + number) % self.world_size) // self.world_size
         fence = self.make_fence(start_closed=True)
         fence.on_change = self._tell_servers
         kind = self._kinds.get(base_url, ServerKind())
-        return ServerClient(
-            base_url, self._settings, self._loop, fence=fence, num_places=max(1, share), kind=kind
-        )
+        return ServerClient(self, base_url, fence=fence, num_places=max(1, share), kind=kind)
 
     def learn_kind(self, base_url: str, kind: ServerKind) -> None:
         """What a server is that nobody has asked yet; called on the thread that tells of versions."""
@@ -155,10 +137,7 @@ class RolloutClient:
     def update(self, server: str, version: int, *, closed: bool) -> None:
         """All ranks agree that ``server`` has proven ``version``, 0 if nobody may ask it. ``closed``: nothing new is
         asked, because other weights come."""
-        client = self._servers[server]
-        if version and not client.state.is_proven:  # it returns, perhaps as another process
-            self._paces[server] = ServerPace(last_share=self._num_submissions)
-        client.update(version, is_closed=closed)
+        self._servers[server].update(version, is_closed=closed)
 
     def expect(self, version: int) -> None:
         """The next version: a server may answer with it before the learner hears of its proof."""
@@ -185,9 +164,9 @@ class RolloutClient:
         servers = [
             server for server in self._proven_servers() if server.fence.is_open and not server.is_settling
         ]
-        if not servers or self._stopping.is_set():
+        if not servers or self.stopping.is_set():
             return 0
-        most = max_prompts_in_flight(self._max_inflight, len(servers), self._world_size)
+        most = max_prompts_in_flight(self.max_inflight_per_server, len(servers), self.world_size)
         if any(server.state.streams for server in servers):
             most += backlog(most)
         in_hand = sum(server.in_hand for server in servers)
@@ -204,23 +183,16 @@ class RolloutClient:
         Without ``settings`` with the decoding and the observer that the client was made with. Every sample comes out
         of ``next_finished`` once. A request waits for a ticket as long as it takes, and apart from that at most 2 ×
         ``request_timeout_s`` once a place works on it. More than ``free_places`` wait for longer.
-
-        Raises:
-            ValueError: not one request per sample.
         """
-        if len(samples) != len(requests):
-            raise ValueError(
-                f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
-            )
         with self._changed:
-            if self._thread.ident is None and not self._stopping.is_set():
+            if self._thread.ident is None and not self.stopping.is_set():
                 self._thread.start()
         settings = settings or self._default
         asks = deque(Ask(*pair, settings) for pair in zip(samples, requests, strict=True))
         while asks:
-            server = None if self._stopping.is_set() else self._choose_server(len(asks))
+            server = None if self.stopping.is_set() else self._choose_server()
             if server is None:
-                self._put(BatchOutcome(returned=tuple(ask.sample for ask in asks), settings=settings))
+                self.put(BatchOutcome(returned=tuple(ask.sample for ask in asks), settings=settings))
                 return
             server.submit([asks.popleft() for _ in range(min(len(asks), server.post_size))])
 
@@ -251,7 +223,7 @@ class RolloutClient:
 
     def request_stop(self) -> None:
         """Ends everything that is asked soon, now and for ever; POSTs in flight are cut. Does not wait."""
-        self._stopping.set()
+        self.stopping.set()
         for server in tuple(self._servers.values()):
             server.fence.shutdown()
         self._tell_servers()
@@ -262,7 +234,7 @@ class RolloutClient:
         with self._changed:  # from now on no thread starts
             has_started = self._thread.ident is not None
         if not has_started:
-            self._loop.close()
+            self.loop.close()
             return
         self._thread.join(_CLOSING_S)
         if self._thread.is_alive():
@@ -270,72 +242,59 @@ class RolloutClient:
 
     def _run_loop(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            self.loop.run_until_complete(self._serve())
         except Exception as error:  # top of the thread: the client's next call raises it
-            self._fail(error)
+            self.fail(error)
         finally:
-            self._stopping.set()
-            self._loop.close()
+            self.stopping.set()
+            self.loop.close()
             for server in self._servers.values():
                 server.fill()  # what was submitted at the last moment comes back
 
     async def _serve(self) -> None:
-        while not self._stopping.is_set():
-            self._told.clear()
-            if not self._stopping.is_set():
-                await self._told.wait()  # deadline: the client's life
+        await self._stopped.wait()  # deadline: the client's life
         closing = (server.close() for server in self._servers.values())
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _tell_servers(self) -> None:
         """A fence has changed, or the client stops; from any thread."""
         with suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._look_again)
+            self.loop.call_soon_threadsafe(self._look_again)
 
     def _look_again(self) -> None:
         for server in self._servers.values():
             server.cut_calls()
-            if self._stopping.is_set():
+            if self.stopping.is_set():
                 server.fill()
-        self._told.set()
+        if self.stopping.is_set():
+            self._stopped.set()
 
     def _proven_servers(self) -> list[ServerClient]:
         return [server for server in tuple(self._servers.values()) if server.state.is_proven]
 
-    def _choose_server(self, num_prompts: int) -> ServerClient | None:
+    def _choose_server(self) -> ServerClient | None:
+        """The one with the least in hand for its places: what is slow or far frees few."""
         servers = self._proven_servers()
         servers = [server for server in servers if server.fence.is_open] or servers
         servers = [server for server in servers if not server.is_settling] or servers
         servers = [server for server in servers if server.room > 0] or servers
         if not servers:
             return None
-        paces = [self._paces[server.base_url] for server in servers]
-        in_hand = [server.in_hand for server in servers]
-        sizes = [min(server.post_size, num_prompts) for server in servers]
         # The few requests of many ranks shall not all meet on the first server.
-        turn, self._num_submissions = self._rank + self._num_submissions, self._num_submissions + 1
-        server = servers[choose(paces, in_hand, sizes, share=self._num_submissions, turn=turn)]
-        pace = self._paces[server.base_url]
-        self._paces[server.base_url] = replace(pace, last_share=self._num_submissions)
-        return server
+        turn = (self.rank + self._num_submissions) % len(servers)
+        self._num_submissions += 1
+        return min((*servers[turn:], *servers[:turn]), key=lambda server: server.in_hand / server.num_places)
 
-    def _handle_outcome(self, server: ServerClient, outcome: BatchOutcome, answered_s: float) -> None:
-        """On the loop's thread. ``answered_s``: of the POST that answered all of it, if one did."""
-        if outcome.rollouts and answered_s:
-            # A server that takes requests one by one answers as many at once as it has places.
-            num_answered = len(outcome.rollouts) * server.num_places
-            with self._changed:
-                self._paces[server.base_url] = self._paces[server.base_url].after(num_answered, answered_s)
-        self._put(outcome)
-
-    def _put(self, outcome: BatchOutcome) -> None:
+    def put(self, outcome: BatchOutcome) -> None:
+        """Some samples have ended; called by their server."""
         if outcome.settings is self._default:
             outcome = replace(outcome, settings=None)
         with self._changed:
             self._finished.append(outcome)
             self._changed.notify_all()
 
-    def _fail(self, failure: Exception) -> None:
+    def fail(self, failure: Exception) -> None:
+        """The client's next call raises it."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

@@ -1,7 +1,9 @@
-"""The request of a rollout: with what settings it is asked, how a POST of it ended, and who is told."""
+"""The request of a rollout: with what settings and seed it is asked, how a POST of it ended, and who is told."""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,8 +11,11 @@ from typing import Protocol
 
 from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.records import SampleKey
 from swift_stage2.servers.infer_wire import Completion
+
+_NUM_SEEDS = 2**31 - 1
 
 
 class PostEnd(StrEnum):
@@ -54,3 +59,28 @@ class RequestSettings:
     """Every answer must bring their values."""
     only_version: int | None = None
     """Nothing is asked of a server with another version; the samples return instead. None: any version will do."""
+
+
+class SeedLedger:
+    """The seeds of one rank's POSTs: hashes of the sample that leads a POST, of its attempt and its POSTs so far.
+
+    Engines give a POST's i-th request ``seed + i``. Each rank owns one interval of the 31-bit seeds, whole POSTs
+    included, so that two ranks never sample with a common seed; 0 is none.
+    """
+
+    def __init__(self, *, run_seed: int, rank: int, world_size: int) -> None:
+        interval = _NUM_SEEDS // world_size
+        self._run_seed, self._first = run_seed, 1 + rank * interval
+        self._num_starts = interval - MAX_REQUESTS_PER_POST + 1
+        self._draws: Counter[SampleKey] = Counter()
+
+    def next_seed(self, key: SampleKey) -> int:
+        """A seed for another POST that is led by this sample."""
+        self._draws[key] += 1
+        place = f"{self._run_seed}:{key.epoch}:{key.position}:{key.attempt}:{self._draws[key]}"
+        digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+        return self._first + int.from_bytes(digest) % self._num_starts
+
+    def forget(self, key: SampleKey) -> None:
+        """Ends the count of a sample that has its rollout or is quarantined."""
+        self._draws.pop(key, None)

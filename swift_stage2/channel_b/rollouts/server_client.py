@@ -12,17 +12,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from swift_stage2.channel_b.rollouts.batch import Ask, Batch, PostReport, Unasked
-from swift_stage2.channel_b.rollouts.chat_route import route_to
-from swift_stage2.channel_b.rollouts.placement import PlaceLimit
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
-from swift_stage2.channel_b.rollouts.seeds import SeedLedger
-from swift_stage2.channel_b.rollouts.server_state import InFlightRequest, ServerState
+from swift_stage2.channel_b.rollouts.routes import route_to
+from swift_stage2.channel_b.rollouts.server_state import InFlightRequest, PlaceLimit, ServerState
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.fence import InferFence, InferTicket
@@ -30,12 +28,14 @@ from swift_stage2.records import BatchOutcome, Sample
 from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.infer_wire import request_config
 
+if TYPE_CHECKING:
+    from swift_stage2.channel_b.rollouts.client import RolloutClient
+
 logger = logging.getLogger(__name__)
 
 _BUDGET_IN_TIMEOUTS = 2
 _SHORTEST_TIMEOUT_S = 1e-3
 _MOST_FAILURES = 3
-_CONNECT_TIMEOUT_S = 10.0
 
 
 def backlog(num_places: int) -> int:
@@ -51,46 +51,20 @@ def _row(sample: Sample) -> Hashable:
     return sample.key.epoch, sample.key.index
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientSettings:
-    """Settings that all servers of a client share."""
-
-    seeds: SeedLedger
-    request_timeout_s: float
-    api_key: str | None = field(repr=False)
-    run_id: str | None
-    is_lost: Callable[[str, int], bool]
-    watch_post: Callable[[], AbstractContextManager[None]]
-    most_per_post: int  # of a server that is asked for whole batches
-    stopping: threading.Event
-    finished: Callable[[ServerClient, BatchOutcome, float], None]
-    """Gets an outcome, and the seconds of the POST that answered it."""
-    failed: Callable[[Exception], None]
-
-
 class ServerClient:
     """One server as this rank sees it. ``state``, ``submit``, the properties and what stops requests: any thread."""
 
     def __init__(
-        self,
-        base_url: str,
-        settings: ClientSettings,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        fence: InferFence,
-        num_places: int,
-        kind: ServerKind,
+        self, client: RolloutClient, base_url: str, *, fence: InferFence, num_places: int, kind: ServerKind
     ) -> None:
         """``num_places``: this rank's share of what the server may be asked at once. ``fence`` is closed."""
         self.base_url = base_url
         self.fence = fence
         self.state = ServerState(stamps=kind.stamps)
-        self._settings = settings
-        self._loop = loop
+        self._client = client
+        self._loop = client.loop
         self._num_places = num_places
-        self._route = route_to(
-            base_url, kind.chat_model, api_key=settings.api_key, connect_timeout_s=_CONNECT_TIMEOUT_S
-        )
+        self._route = route_to(base_url, kind.chat_model, api_key=client.api_key)
         self._lock = threading.Lock()
         self._waiting: deque[Ask] = deque()
         self._limit = PlaceLimit()
@@ -108,11 +82,11 @@ class ServerClient:
     @property
     def is_stopping(self) -> bool:
         """True once the client stops."""
-        return self._settings.stopping.is_set()
+        return self._client.stopping.is_set()
 
     @property
     def request_timeout_s(self) -> float:
-        return self._settings.request_timeout_s
+        return self._client.request_timeout_s
 
     @property
     def num_places(self) -> int:
@@ -124,7 +98,7 @@ class ServerClient:
         """Requests that a POST may carry."""
         if self.state.streams:
             return 1
-        return self._limit.within(min(self._settings.most_per_post, MAX_REQUESTS_PER_POST))
+        return self._limit.within(min(self._client.max_inflight_per_server, MAX_REQUESTS_PER_POST))
 
     @property
     def room(self) -> int:
@@ -161,7 +135,7 @@ class ServerClient:
         return self.state.settle_by is not None
 
     def submit(self, asks: Sequence[Ask]) -> None:
-        """Has them asked, at once or when a place gets free. Each comes back by ``finished``, whatever happens."""
+        """Has them asked, at once or when a place gets free. Each comes back, whatever happens."""
         with self._lock:
             self._waiting.extend(asks)
             self.in_hand += len(asks)
@@ -226,7 +200,7 @@ class ServerClient:
         return asks
 
     async def _work_on(self, asks: Sequence[Ask]) -> None:
-        timeout_s = self._settings.request_timeout_s
+        timeout_s = self._client.request_timeout_s
         batch = Batch(self, dict(enumerate(asks)), _BUDGET_IN_TIMEOUTS * timeout_s)
         try:
             with suppress(Unasked):
@@ -237,7 +211,7 @@ class ServerClient:
         except Exception as error:  # top of the task: the client's next call raises it
             self.mark_suspect(f"its requests failed here: {type(error).__name__}: {error}")
             batch.give_back()
-            self._settings.failed(error)
+            self._client.fail(error)
 
     async def enter(self) -> InferTicket:
         """A ticket of the fence, to be left again. Raises Unasked: the server is not asked, or the client stops."""
@@ -281,23 +255,23 @@ class ServerClient:
         if settings.only_version not in (None, version) or (post := self.state.begin_post()) is None:
             raise Unasked
         keys = [ask.sample.key for ask in asks]
-        seed = self._settings.seeds.next_seed(keys[0])
+        seed = self._client.seeds.next_seed(keys[0])
         requests = [ask.request for ask in asks]
         observer = settings.observer
         if observer is not None:
             observer.sent(keys, server=self.base_url, seed=seed, version=version)
         config = request_config(**asdict(settings.decoding), seed=seed, columns=settings.columns)
-        timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._settings.request_timeout_s, remaining_s))
+        timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._client.request_timeout_s, remaining_s))
         began_s = time.monotonic()
-        with self._settings.watch_post():
+        with self._client.watch_post():
             result = await self._call(post, requests, config, timeout_s)
         ended_s = time.monotonic()
         result, versions = await self._believed(post, result, version)
-        most = self._num_places if self.state.streams else self._settings.most_per_post
+        most = self._num_places if self.state.streams else self._client.max_inflight_per_server
         self._limit.observe(result.end, began_s=began_s, ended_s=ended_s, most=most, num_requests=len(asks))
         # While the ticket is held: a drained fence with nothing unsettled must mean an idle server.
         is_abandoned = result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED)
-        settle_by = ended_s + self._settings.request_timeout_s if is_abandoned else None
+        settle_by = ended_s + self._client.request_timeout_s if is_abandoned else None
         is_known = self.state.end_post(post, settle_by=settle_by)
         if not is_known:
             result = PostResult(PostEnd.LOST, f"{self.base_url}: it became suspect while this was asked")
@@ -310,16 +284,16 @@ class ServerClient:
             logger.info("no rollout for %d requests: %s", len(asks), result.reason)
         return PostReport(result, versions, seed, ended_s - began_s, is_meant=is_known and post.is_wanted)
 
-    def finish(self, outcome: BatchOutcome, answered_s: float = 0.0) -> None:
-        """Hands ``outcome`` to the client. ``answered_s``: seconds of the POST that answered all of it."""
+    def finish(self, outcome: BatchOutcome) -> None:
+        """Hands ``outcome`` to the client."""
         with self._lock:
             self.in_hand -= len(outcome.samples)
         for sample in (
             *(each.sample for each in outcome.rollouts),
             *(each for each, _ in outcome.quarantined),
         ):
-            self._settings.seeds.forget(sample.key)
-        self._settings.finished(self, outcome, answered_s)
+            self._client.seeds.forget(sample.key)
+        self._client.put(outcome)
 
     async def _call(
         self,
@@ -341,11 +315,11 @@ class ServerClient:
     ) -> tuple[PostResult, tuple[int, ...]]:
         """The result, and the version that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
         versions = self.state.versions_of(
-            post, result.completions, version=version, run_id=self._settings.run_id
+            post, result.completions, version=version, run_id=self._client.run_id
         )
         # Asked after the answer: a process that has replaced the proven one cannot have answered before the loss.
         asks = result.end is PostEnd.ANSWERED and not self.state.stamps
-        if asks and await asyncio.to_thread(self._settings.is_lost, self.base_url, version):
+        if asks and await asyncio.to_thread(self._client.is_lost, self.base_url, version):
             versions = f"the process that proved version {version} was lost; who answers is another"
         if isinstance(versions, str):
             return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {versions}"), ()

@@ -10,16 +10,16 @@ counts once this server has proven it. An ``InFlightRequest`` keeps what that is
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
 learner on another one. Other pixel limits differ on large images only, so a server with many such samples is told of.
-An answer whose prompt is that of another sample in the batch says nothing against its own sample: the server gave one
-request's answer to another, and where one went astray, those to equal prompts may have as well.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.errors import PromptMismatch
 from swift_stage2.records import Rollout
 from swift_stage2.servers.infer_wire import Completion
@@ -35,6 +35,29 @@ class InFlightRequest:
     """Moment by which it has to be settled, once it is abandoned."""
     is_wanted: bool = True
     """False once its server was withdrawn or suspected; a later proof does not bring it back."""
+
+
+class PlaceLimit:
+    """The requests that a server gets at once, in a POST each or together: one more per full set answered, half when
+    it had no room or time."""
+
+    def __init__(self) -> None:
+        self._limit = math.inf
+        self._cut_s = -math.inf
+
+    def within(self, most: int) -> int:
+        """The limit now, between 1 and ``most``."""
+        return max(1, int(min(most, self._limit)))
+
+    def observe(
+        self, end: PostEnd, *, began_s: float, ended_s: float, most: int, num_requests: int = 1
+    ) -> None:
+        """One POST ended. One that left before the last cut says nothing new of the server."""
+        if end is PostEnd.ANSWERED:
+            self._limit += num_requests / self.within(most)
+        elif end in (PostEnd.BUSY, PostEnd.TIMED_OUT) and began_s >= self._cut_s:
+            self._limit = self.within(most) / 2
+            self._cut_s = ended_s
 
 
 class ServerState:
@@ -192,22 +215,6 @@ class ServerState:
         )
 
 
-PERMUTED = "it gave one request's answer to another, as the prompt ids of its answers show"
-
-
-def permuting_servers(rollouts: Sequence[Rollout], found: Sequence[object]) -> frozenset[str]:
-    """Base URLs among ``rollouts``; ``found[i]`` is what the preprocessor made of ``rollouts[i]``, or its refusal."""
-    asked: dict[str, set[tuple[int, ...]]] = {}
-    for rollout, each in zip(rollouts, found, strict=True):
-        prompt = each.expected if isinstance(each, PromptMismatch) else rollout.prompt_token_ids
-        asked.setdefault(rollout.server, set()).add(prompt)
-    return frozenset(
-        rollout.server
-        for rollout, each in zip(rollouts, found, strict=True)
-        if isinstance(each, PromptMismatch) and rollout.prompt_token_ids in asked[rollout.server]
-    )
-
-
 def servers_at_fault(
     rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
 ) -> dict[str, str]:
@@ -220,8 +227,7 @@ def servers_at_fault(
     for rollout, each in zip(rollouts, found, strict=True):
         if isinstance(each, PromptMismatch) and rollout.server not in agreeing:
             mismatches.setdefault(rollout.server, []).append(each)
-    misreading = {
+    return {
         server: f"its prompts differ from the learner's ({len(each)} of {len(each)}, and none agreed before): {each[0]}"
         for server, each in mismatches.items()
     }
-    return misreading | dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
