@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
-from swift_stage2.checks.model import check_family, check_model
+from swift_stage2.checks.model import check_model, refuse_transposed_experts
 from swift_stage2.checks.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
@@ -185,7 +185,7 @@ def _api_key(config: Stage2Config, known: Known) -> CheckResult[None] | None:
 
 def _model(config: Stage2Config, known: Known) -> None:
     check_model(config.swift)
-    check_family(config)
+    refuse_transposed_experts(config)
 
 
 def _deepspeed(config: Stage2Config, known: Known) -> None:
