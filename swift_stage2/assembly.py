@@ -30,6 +30,7 @@ from swift_stage2.checks.checks import refuse_differing_settings
 from swift_stage2.checks.packing_isolation import PackedLoss
 from swift_stage2.checks.servers import examine, wait_for_servers
 from swift_stage2.collectives import join_control_group, together
+from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
 from swift_stage2.learner import Learner
@@ -38,7 +39,6 @@ from swift_stage2.records import Sample
 from swift_stage2.run import Stage2Run, progress_watch
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.runtime.output import going_on, say_beside_bar
-from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import rows_to_keep

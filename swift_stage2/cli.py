@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.runtime.torchrun import end_with_torchrun
+    from swift_stage2.runtime.environment import end_with_torchrun
 
     end_with_torchrun(os.environ)  # before the slow imports
     from swift_stage2.checks.checks import Known, run_checks

@@ -32,9 +32,12 @@ from swift_stage2.data.files import local_files
 from swift_stage2.data.survey import Findings, survey
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.runtime.checkpoints import check_world_size
+from swift_stage2.runtime.environment import (
+    check_gloo_address,
+    require_known_accelerator,
+    require_visible_devices,
+)
 from swift_stage2.runtime.run_directory import refuse_earlier_run
-from swift_stage2.runtime.torchrun import check_gloo_address
-from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # torch

@@ -43,10 +43,10 @@ from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_c
 from swift_stage2.config.root import SECRET
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError, Stage2Error, UserError
+from swift_stage2.runtime.environment import select_devices
 from swift_stage2.runtime.network import connection_error, holder_of, http_remedy, is_here, resolve
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
-from swift_stage2.runtime.visible_devices import select_devices
 
 logger = logging.getLogger(__name__)
 

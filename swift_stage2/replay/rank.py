@@ -23,6 +23,7 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.checks.channel_b_parts import make_task
 from swift_stage2.checks.samples import usable_samples
 from swift_stage2.collectives import ControlGroup, join_control_group, leave_job, together
+from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
@@ -31,7 +32,6 @@ from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
 from swift_stage2.run import Decider, Stage2Run, progress_watch
 from swift_stage2.runtime.output import say_beside_bar
-from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.facade import Telemetry

@@ -34,7 +34,7 @@ def servers(*entries: dict[str, Any]) -> dict[str, Any]:
 def test_the_learner_is_torchrun_with_our_grace() -> None:
     plan = plan_launch(config(launch=servers({"devices": [2]})), Path("/c/run.yaml"), OUTER)
     argv = plan.learner.argv
-    assert argv[:4] == (sys.executable, "-u", "-m", "swift_stage2.runtime.loopback_torchrun")
+    assert argv[:4] == (sys.executable, "-u", "-m", "swift_stage2.collectives")
     assert "--nproc-per-node=2" in argv
     assert plan.learner.environment["PET_SHUTDOWN_TIMEOUT"] == "77"
     assert argv[-4:] == ("-m", "swift_stage2", "train", "/c/run.yaml")
