@@ -1,5 +1,5 @@
-"""The only user of ``torch.distributed``: a control group over the ranks, a communicator for stock servers. As a program
-(``python -m swift_stage2.collectives``) it is torchrun for the ranks of one machine, whose store listens on loopback.
+"""The only user of ``torch.distributed``: a control group over the ranks, a communicator for stock servers. As program
+``python -m swift_stage2.collectives`` it is torchrun for the ranks of one machine, whose store listens on loopback.
 
 The control group is gloo with a timeout of its own, so that a training collective and a decision can
 never be confused or share a deadline; its calls run on the main thread, on all ranks alike. Bytes for our own
