@@ -282,7 +282,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         listener = socket.create_server((_HOST, 0))
         port, run_id = listener.getsockname()[1], parameters.run_id
         super().__init__(_HOST, port, rank=0, world_size=1, run_id=run_id, timeout=_RENDEZVOUS_TIMEOUT_S)
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             _HOST, port, 1, is_master=True, timeout=self.timeout, master_listen_fd=listener.detach()
         )
 
