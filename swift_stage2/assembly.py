@@ -36,7 +36,7 @@ from swift_stage2.config.swift_arguments import require_metric
 from swift_stage2.learner import Learner
 from swift_stage2.learner.parts import make_channel_b
 from swift_stage2.records import Sample
-from swift_stage2.run import Stage2Run, progress_watch
+from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.runtime.output import going_on, say_beside_bar
 from swift_stage2.scheduling.watches import StarvationWatch
@@ -152,7 +152,4 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
         version_window=channel.prefetch.version_window,
         similarity=task.similarity,
     )
-    watch = progress_watch(config, telemetry, channel_b)
-    return Stage2Run(
-        learner, telemetry, control, channel_b, given.logging_steps, record_start, watch, starvation
-    )
+    return Stage2Run(learner, telemetry, control, channel_b, given.logging_steps, record_start, starvation)

@@ -30,7 +30,7 @@ from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserE
 from swift_stage2.learner import StepDecision
 from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
-from swift_stage2.run import Decider, Stage2Run, progress_watch
+from swift_stage2.run import Decider, Stage2Run
 from swift_stage2.runtime.output import say_beside_bar
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.telemetry.events import Step
@@ -270,7 +270,6 @@ def _start_replay(
         None,
         given.logging_steps,
         record_start=lambda **_: None,
-        watch=progress_watch(config, telemetry, None),
         saves_checkpoints=False,
     )
 

@@ -1,9 +1,7 @@
-"""Two watches over threads that get stuck: one tells of it, one ends the process.
+"""A watch over a sync round, which ends the process when a part of it outlasts its limit.
 
-``ProgressWatch`` ends nothing, because whatever must end has a deadline of its own: it logs where a rank stands whose
-main thread or pipeline has been at one thing for too long. ``RoundWatch`` ends the process when a part of a sync round
-outlasts its limit: the main thread, which keeps a round's deadlines, can itself be stuck in a gather that a failed
-rank never joined, or in a call to a device. Both release the GIL, so another thread can log every stack and leave.
+The main thread, which keeps a round's deadlines, can itself be stuck in a gather that a failed rank never joined, or in
+a call to a device. Both release the GIL, so another thread can log every stack and leave.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +23,6 @@ from swift_stage2.runtime.background import BackgroundCall
 EXIT_HANG = 70
 
 _TICK_S = 0.5
-_STOP_TIMEOUT_S = 10.0
 _CLEAN_UP_S = 45.0  # closing a run may take 30 s for its pipeline alone
 _LAST_WORDS_S = 10.0  # logs may be on a disk that hangs as well
 
@@ -34,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Replaced by another whenever the thread goes on to the next thing, which is what counts as progress."""
+    """What a thread is at; replaced by another whenever it goes on to the next thing."""
 
     what: str
     """Who does what, as a sentence without its end."""
@@ -62,54 +59,6 @@ def hung_round_ends_process() -> Iterator[None]:
         timer.daemon = True
         timer.start()
         raise
-
-
-@dataclass(eq=False, repr=False)
-class ProgressWatch:
-    """``start`` and ``stop`` bound its thread's life. ``who`` maps a thread's name to what it is at, None while idle.
-
-    The same thing is told again after twice the time, and so on. ``on_stall`` gets the sentence and the seconds, on
-    the watch's thread; it must not raise.
-    """
-
-    who: Mapping[str, Callable[[], Standing | None]]
-    limit_s: float
-    on_stall: Callable[[str, float], object]
-
-    def __post_init__(self) -> None:
-        self._told: dict[str, tuple[Standing, float]] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress-watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread. May be called again, and without ``start``."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_TIMEOUT_S)
-
-    def look(self, now_s: float) -> None:
-        """One look at everybody; ``now_s`` as of ``time.monotonic``."""
-        for name, where in self.who.items():
-            standing = where()
-            if standing is None:
-                continue
-            seconds = now_s - standing.since_s
-            told, again_after_s = self._told.get(name, (None, self.limit_s))
-            limit_s = again_after_s if told == standing else self.limit_s
-            if seconds >= limit_s:
-                self._told[name] = (standing, 2 * seconds)
-                self._tell(standing, seconds)
-
-    def _run(self) -> None:
-        while not self._ended.wait(_TICK_S):
-            self.look(time.monotonic())
-
-    def _tell(self, standing: Standing, seconds: float) -> None:
-        logger.error("no progress: %s for %.0f s\n%s", standing.what, seconds, thread_stacks())
-        self.on_stall(standing.what, seconds)
 
 
 class RoundWatch:
