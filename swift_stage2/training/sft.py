@@ -52,7 +52,7 @@ def train(
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     with going_on("train", "loading ms-swift"):
         from swift_stage2.checks.channel_b_parts import make_task
-        from swift_stage2.checks.swift_parsing import check_load, parse_swift_arguments
+        from swift_stage2.checks.swift_parsing import parse_swift_arguments
         from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
@@ -73,8 +73,6 @@ def train(
         arguments = parse_swift_arguments(config.swift_arguments())
         # Plugins are there now; a name that none of them registers need not wait for the model.
         make_task(config)
-        if arguments.attn_impl is not None:
-            check_load(arguments)
         if config.b_enabled:
             keep_buffers_exact()
         with going_on("train", "loading the model"):
