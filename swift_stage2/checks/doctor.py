@@ -39,12 +39,12 @@ from swift_stage2.checks.checks import (
     ok,
     warning,
 )
-from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
 from swift_stage2.config.root import SECRET
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError, Stage2Error, UserError
 from swift_stage2.runtime.environment import select_devices
-from swift_stage2.runtime.network import connection_error, holder_of, http_remedy, is_here, resolve
+from swift_stage2.runtime.network import is_here
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 _NARROWEST_COLUMNS = 80
-_CONNECT_TIMEOUT_S = 5.0
 _SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_failed")
 _HIDDEN = "***"
 
@@ -233,12 +232,12 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
     if not config.b_enabled:
         return
     is_asked = options.live or options.coordinates
-    routes = examine_addresses(exam, config, live=is_asked)
+    examine_addresses(exam, config, live=is_asked)
     if not is_asked:
         return
     from swift_stage2.checks.live_servers import LiveServers
 
-    servers = LiveServers(exam, config, scratch, prepared, samples, routes, with_round=not options.no_sync)
+    servers = LiveServers(exam, config, scratch, prepared, samples, with_round=not options.no_sync)
     if not options.live:
         servers.examine_coordinates()
         return
@@ -340,37 +339,11 @@ def check_devices(config: Stage2Config) -> CheckResult[None]:
     return ok(found)
 
 
-def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[CheckResult[str]]:
-    """A row for each server that this launch would not start; hands on its address."""
+def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> None:
+    """The rows of names and ports; ports of the servers that this launch would start."""
     exam.begin_section("Addresses")
     servers = config.rollout.servers
-    # On another machine another launch starts it; here it is looked at as any server that runs already.
     launched = [
         index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
     ]
     exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
-    return [
-        exam.check(f"server {index}", partial(check_reachable, server, must_answer=live))
-        for index, server in enumerate(servers)
-        if index not in launched
-    ]
-
-
-def check_reachable(server: ServerConfig, *, must_answer: bool) -> CheckResult[str]:
-    """A TCP connection; hands the address on. A server may not run yet, unless it must answer."""
-    try:
-        address = str(resolve(server.host, server.port)[0][4][0])
-    except OSError as unknown:
-        return failed(
-            f"{server.host} has no address: {unknown}",
-            f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
-        )
-    if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
-        found = f"nothing answers at {server.base_url} ({address}): {error}"
-        fix = f"{http_remedy(error)}, or correct its base_url in rollout.servers"
-        return failed(found, fix) if must_answer else warning(f"{found}; training needs it", fix, address)
-    holder = holder_of(server.port) if is_here(address) else ""
-    return ok(
-        f"{server.host} is {address}, port {server.port} is open{holder.replace(' by ', ', held by ')}",
-        address,
-    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from doctor_run import Report
+from doctor_run import Report, not_ok
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner
 from stopped_process import stop_process
@@ -57,16 +57,15 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
     before = resident_sum(server)
     report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
     assert report.status == 0, report.text
-    # The tiny model finds too little in images of this size to tell in which numbers it does.
-    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == ["coordinates"]
+    # The tiny model may find too little in images of this size to tell in which numbers it does.
+    assert not_ok(report) <= {"coordinates"}
     assert resident_sum(server) == before
     texts = {
-        "who answers": "swift-stage2 rollout (transformers), serving",
+        "server 0": "swift-stage2 rollout (transformers), serving",
         "prompts": "images as the model sees them: 140x112",
         "dry sync round": "proven by checksums+canary",
         "timed rollouts": "8 in ",
         "parsed and matched": "8 rollout(s): ",
-        "coordinates": "cannot tell: ",
         "rate": "a B step trains 2 packs * 1 rank(s)",
         "settings": "as written",
     }
@@ -106,7 +105,7 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
     assert server.state() == "unproven"
     report = doctor(configure(server.base_url), "--live")
     assert report.status == 0, report.text
-    assert report.row("who answers")["verdict"] == "warning"
+    assert report.row("server 0")["verdict"] == "warning"
     assert "proven by checksums+canary" in report.row("dry sync round")["found"]
     assert report.verdict("parsed and matched") == "ok"
     assert server.state() == "serving"
@@ -129,9 +128,9 @@ def test_a_server_that_takes_another_runs_weights_is_left_alone(
             assert server.state() == wire.INSTALLING_STATE
         assert installing.result(60).status_code == 200
     other.close()
-    assert report.failed == ["who answers"]
-    assert "it takes the weights of another run" in report.row("who answers")["found"]
-    assert report.row("who answers")["fix"].startswith("end that run")
+    assert report.failed == ["server 0"]
+    assert "another run has it install weights" in report.row("server 0")["found"]
+    assert report.row("server 0")["fix"].startswith("end that run")
 
 
 @pytest.mark.slow
@@ -156,7 +155,7 @@ def test_one_dead_server_of_two_leaves_the_other_checked(
 ) -> None:
     report = doctor(configure(server.base_url, f"http://127.0.0.1:{free_port()}"), "--live")
     assert report.status == 1
-    assert report.verdict("server 1") == "failed"
+    assert "start the server there" in report.row("server 1")["found"]
     assert report.row("prompts", "Server 1")["found"] == "because of: server 1 (Addresses)"
     assert report.row("dry sync round", "Server 0")["verdict"] == "ok"
     assert report.row("rate")["found"] == "because of: server 1 (Addresses)"
@@ -168,7 +167,7 @@ def test_prompts_that_differ_are_told_with_their_place(
     monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
     report = doctor(configure(fake_stock.url), "--live")
     assert report.status == 1
-    assert report.row("who answers")["found"].startswith("stock swift rollout")
+    assert report.row("server 0")["found"].startswith("stock swift rollout")
     assert report.failed == ["prompts"]
     row = report.row("prompts")
     assert "the server reads 3 prompt tokens, the learner " in row["found"]
