@@ -266,17 +266,10 @@ ACCEPTED: list[dict[str, Any]] = [
         for servers_of_ours in (launched({"engine": "vllm"}), launched())
     ),
     servers_at("http://h:7001", "http://g:7001"),
-    {"swift.packing": False},
-    {"swift.sequence_parallel_size": 1},
-    {"swift.tuner_type": "full"},
-    {"swift.truncation_strategy": "delete"},
+    {"swift.packing": False, "swift.sequence_parallel_size": 1, "swift.truncation_strategy": "delete"},
     {"swift.deepspeed": "zero3"},
-    {"swift.average_tokens_across_devices": True},
-    {"swift.group_by_length": True},
-    {"swift.fsdp": "fsdp2"},
+    {"swift.average_tokens_across_devices": True, "swift.fsdp": "fsdp2"},
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c", "swift.tuner_type": "full"},
-    {"swift.enable_dft_loss": True},
-    {"swift.loss_type": "mine"},
     BY_REWARDS,
     BY_REWARDS | {"stage2_ab.objective": "mixed"},
     BY_REWARDS | WITH_A_REFERENCE,
@@ -287,8 +280,6 @@ ACCEPTED: list[dict[str, Any]] = [
     EVALUATED
     | {"swift.val_dataset": ["v.jsonl"], "swift.split_dataset_ratio": 0.1, "swift.eval_strategy": "no"},
     EVALUATED | BEST,
-    EVALUATED | BEST | {"swift.eval_strategy": False, "swift.load_best_model_at_end": False},
-    EVALUATED | BEST | {"swift.save_strategy": "steps", "swift.early_stop_interval": 3},
     EVALUATED | BEST | {"swift.save_strategy": "no"},
     {"swift.metric_for_best_model": "loss", "swift.load_best_model_at_end": True},
     sharing(on_vllm(0.4)),
@@ -296,7 +287,6 @@ ACCEPTED: list[dict[str, Any]] = [
     sharing(on_vllm(0.3), on_vllm(0.3), {"engine": "transformers"}),
     sharing({"engine": "transformers"}),
     sharing({"engine": "vllm", "devices": [1]}),  # its own: vLLM's default is right
-    sharing(on_vllm(1, devices=[1])),
     sharing({"engine": "swift", "devices": []}, learner={}),
     sharing(on_vllm(0.4, engine="swift"), learner={"devices": [1, 0], "nproc_per_node": 2}),
 ]
@@ -404,12 +394,8 @@ def test_the_useful_queue_limit_is_exact(
         # A pack may age 2 * 4 steps: at b_ratio 0.25 they hold two B steps, at 1 eight.
         ({}, "0.25", 4, 8, 8),
         ({}, "1", 4, 32, 32),
-        ({}, "1", 2, 16, 16),
-        ({}, "0.3", 1, 4, 8),
         ({}, "0.3", 9, 27, 27),
-        ({"sync_every_steps": 1}, "0.25", 4, 4, 8),
         ({"sync_every_steps": 50_000}, "1", 4, 32, 32),
-        ({"version_window": 0}, "1", 16, 16, 16),
         ({"queue_limit": 6}, "1", 4, 6, 6),
         ({"queue_limit": 40}, "1", 4, 32, 40),
         ({"queue_limit": 3}, "1", 4, 4, 3),
@@ -467,14 +453,6 @@ def test_a_key_in_place_of_a_variables_name_is_refused_and_never_shown(tmp_path:
     message = refusal(tmp_path, changed({"rollout.api_key_env": key}))
     assert "must be the name of an environment variable" in message
     assert not key or key not in message
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["SWIFT_ROLLOUT_API_KEY", "key", "_K2", "rollout_server_key_2", "VERY_LONG_NAME_OF_A_VARIABLE_2024"],
-)
-def test_names_of_variables_are_taken(tmp_path: Path, name: str) -> None:
-    assert load(tmp_path, changed({"rollout.api_key_env": name})).rollout.api_key_env == name
 
 
 @pytest.mark.parametrize(

