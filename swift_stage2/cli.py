@@ -180,12 +180,6 @@ def _train(config_path: str, *, resume: bool) -> int:
     except UserError:
         raise  # told in a line of its own
     except Exception as error:  # the top of a rank: what failed stands last, below all that was told
-        if "EADDRINUSE" in str(error) and (port := os.environ.get("MASTER_PORT")):
-            raise UserError(
-                "MASTER_PORT must be free where rank 0 runs",
-                got=f"MASTER_PORT={port} in use",
-                remedy="name another port",
-            ) from error
         if not isinstance(error, ChannelBStarved):
             traceback.print_exc()
         print_error("train", cause_of(error))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -25,12 +25,6 @@ ROUND_MARGIN_S = 10.0
 _FIRST_FREE_PORT = 1024  # lower ones belong to the system
 _DEFAULT_GROUP_PORT = 29600  # outside 32768..60999, from which Linux takes the ports of whoever calls out
 _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
-
-
-class SyncMode(StrEnum):
-    """A push sends all weights, merged under LoRA. There is no other mode."""
-
-    FULL = "full"
 
 
 class OnPending(StrEnum):
@@ -111,7 +105,7 @@ class DecodingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
-    mode: SyncMode = SyncMode.FULL
+    mode: Literal["full"] = "full"
     """Weights go in full; no other mode exists. How often: stage2_ab.channel_b.prefetch.sync_every_steps."""
     timeout_s: Positive = 300.0
     """Deadline of a push to one server; calls and transfers in it end at 80 % of that."""

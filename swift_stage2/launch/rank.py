@@ -1,16 +1,14 @@
 """One rank around its training: holds its run directory, begins where it may, and tells who started it how it ended.
 
 torchrun replaces every failure by 1. So a rank leaves its status and cause in a file whose room the launcher takes at
-the start, so that a full disk cannot hide its own name; and its cause for torchrun in the error file that it names.
+the start, so that a full disk cannot hide its own name.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,7 +21,6 @@ from swift_stage2.runtime.output import going_on, say
 from swift_stage2.runtime.run_directory import hold_run_directory, resumed, written_directory
 
 _FAILED = 1
-_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _ROOM_BYTES = 4096
 _MOST_CHARACTERS = 1000  # of a cause; four bytes each at most
 
@@ -74,10 +71,6 @@ def _leave(status: int, cause: str) -> None:
             if not file.read().strip():
                 file.seek(0)
                 file.write(words.encode(errors="backslashreplace"))
-    if cause and (path := os.environ.get(_TORCHRUN_FILE)):
-        extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": cause, "extraInfo": extra}}))
 
 
 def train_rank(config: Stage2Config, *, resume: bool) -> int:

@@ -22,9 +22,9 @@ from swift_stage2.compat import (
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
 from swift_stage2.run import Stage2Run
+from swift_stage2.runtime.background import EXIT_HANG
 from swift_stage2.runtime.checkpoints import is_storage_failure
 from swift_stage2.runtime.output import going_on, say
-from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.telemetry.summary import share_of_b
 
 if TYPE_CHECKING:

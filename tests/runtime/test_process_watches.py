@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import TCPStore
 from two_rank_hang import TIMEOUT_S
 
-from swift_stage2.runtime import watches
-from swift_stage2.runtime.watches import EXIT_HANG, RoundWatch
+from swift_stage2.runtime import background
+from swift_stage2.runtime.background import EXIT_HANG, RoundWatch
 
 PATIENCE_S = 60.0
 _PROGRAM = Path(__file__).parents[1].joinpath("two_rank_hang.py")
@@ -69,7 +69,7 @@ def test_a_main_thread_that_blocks_for_ever_ends_both_with_the_cause() -> None:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr(watches, "_TICK_S", 0.01)
+    monkeypatch.setattr(background, "_TICK_S", 0.01)
     return []
 
 
@@ -113,7 +113,7 @@ def test_a_watch_can_serve_the_next_round(left: list[int], caplog: pytest.LogCap
 def test_last_words_that_cannot_be_said_delay_the_end_no_longer_than_their_limit(
     left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(background, "_LAST_WORDS_S", 0.05)
     is_left, let_go = threading.Event(), threading.Event()
     try:
         with RoundWatch(
