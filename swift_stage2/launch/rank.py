@@ -9,15 +9,16 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import UserError, exit_status_of
+from swift_stage2.errors import ChannelBStarved, UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
-from swift_stage2.runtime.output import going_on, say
+from swift_stage2.runtime.output import going_on, print_error, say
 from swift_stage2.runtime.run_directory import hold_run_directory, resumed, written_directory
 
 _FAILED = 1
@@ -25,15 +26,21 @@ _ROOM_BYTES = 4096
 _MOST_CHARACTERS = 1000  # of a cause; four bytes each at most
 
 
-def as_rank(work: Callable[[], int]) -> int:
-    """Returns what ``work`` does, and leaves its status, and the cause if it raised, for who started this rank."""
+def as_rank(command: str, work: Callable[[], int]) -> int:
+    """Returns what ``work`` does; its status, and the cause if it raised, are left for who started this rank.
+
+    The cause is also told as the last line of ``command``, but for the user's mistake, which is raised.
+    """
     status, cause = _FAILED, ""
     try:
         status = work()
-    except Exception as error:
-        status = exit_status_of(error)
-        cause = cause_of(error)
-        raise
+    except Exception as error:  # the top of a rank: what failed stands last, below all that was told
+        status, cause = exit_status_of(error), cause_of(error)
+        if isinstance(error, UserError):
+            raise
+        if not isinstance(error, ChannelBStarved):
+            traceback.print_exc()
+        print_error(command, cause)
     finally:
         _leave(status, cause)
     return status

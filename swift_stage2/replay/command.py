@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run_dir.resolve().is_relative_to(output.resolve()):
         raise UserError("--output must not hold the run itself", got=output, remedy="name another directory")
     if "RANK" in os.environ:
-        return as_rank(lambda: _be_rank(run_dir, output))
+        return as_rank("replay", lambda: _be_rank(run_dir, output))
     return _start_ranks(read_run(run_dir), output)
 
 
