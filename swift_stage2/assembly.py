@@ -30,15 +30,15 @@ from swift_stage2.checks.checks import refuse_differing_settings
 from swift_stage2.checks.packing_isolation import PackedLoss
 from swift_stage2.checks.servers import examine, wait_for_servers
 from swift_stage2.collectives import join_control_group, together
+from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
 from swift_stage2.learner import Learner
 from swift_stage2.learner.parts import make_channel_b
 from swift_stage2.records import Sample
-from swift_stage2.run import Stage2Run, progress_watch
+from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.runtime.output import going_on, say_beside_bar
-from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import rows_to_keep
@@ -152,7 +152,4 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
         version_window=channel.prefetch.version_window,
         similarity=task.similarity,
     )
-    watch = progress_watch(config, telemetry, channel_b)
-    return Stage2Run(
-        learner, telemetry, control, channel_b, given.logging_steps, record_start, watch, starvation
-    )
+    return Stage2Run(learner, telemetry, control, channel_b, given.logging_steps, record_start, starvation)

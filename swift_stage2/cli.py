@@ -10,13 +10,12 @@ import argparse
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from swift_stage2 import __version__
-from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
+from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
 from swift_stage2.runtime.output import exit_at_once, print_error
 from swift_stage2.runtime.parser import CommandParser, whole_number
 
@@ -162,12 +161,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.runtime.torchrun import end_with_torchrun
+    from swift_stage2.runtime.environment import end_with_torchrun
 
     end_with_torchrun(os.environ)  # before the slow imports
     from swift_stage2.checks.checks import Known, run_checks
     from swift_stage2.config import load_config
-    from swift_stage2.launch.rank import as_rank, cause_of, train_rank
+    from swift_stage2.launch.rank import as_rank, train_rank
 
     def work() -> int:
         # A mistake is told before the slow imports.
@@ -175,21 +174,7 @@ def _train(config_path: str, *, resume: bool) -> int:
         run_checks(config, Known(rank_environment=os.environ, addresses=True, files=True))
         return train_rank(config, resume=resume)
 
-    try:
-        status = as_rank(work)
-    except UserError:
-        raise  # told in a line of its own
-    except Exception as error:  # the top of a rank: what failed stands last, below all that was told
-        if "EADDRINUSE" in str(error) and (port := os.environ.get("MASTER_PORT")):
-            raise UserError(
-                "MASTER_PORT must be free where rank 0 runs",
-                got=f"MASTER_PORT={port} in use",
-                remedy="name another port",
-            ) from error
-        if not isinstance(error, ChannelBStarved):
-            traceback.print_exc()
-        print_error("train", cause_of(error))
-        return exit_status_of(error)
+    status = as_rank("train", work)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
         exit_at_once(status)

@@ -1,4 +1,5 @@
-"""The only user of ``torch.distributed``: a control group over the ranks, a communicator for stock servers.
+"""The only user of ``torch.distributed``: a control group over the ranks, a communicator for stock servers. As program
+``python -m swift_stage2.collectives`` it is torchrun for the ranks of one machine, whose store listens on loopback.
 
 The control group is gloo with a timeout of its own, so that a training collective and a decision can
 never be confused or share a deadline; its calls run on the main thread, on all ranks alike. Bytes for our own
@@ -10,12 +11,18 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run as torchrun
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from swift_stage2.errors import Stage2Error, UserError
 from swift_stage2.runtime.background import BackgroundCall
@@ -259,3 +266,31 @@ class GlooCommunicator:
         address = local_address_towards(self.group.store.host, self.group.store.port)
         store.set("learner", address)
         return address
+
+
+_LOOPBACK, _HOST = "loopback", "127.0.0.1"
+_RENDEZVOUS_TIMEOUT_S = 900  # torchrun's own
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """Of one agent, whose ranks are clients of its store.
+
+    ``torchrun --standalone`` opens two stores, and PyTorch binds one to every address unless it is handed a socket.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        listener = socket.create_server((_HOST, 0))
+        port, run_id = listener.getsockname()[1], parameters.run_id
+        super().__init__(_HOST, port, rank=0, world_size=1, run_id=run_id, timeout=_RENDEZVOUS_TIMEOUT_S)
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            _HOST, port, 1, is_master=True, timeout=self.timeout, master_listen_fd=listener.detach()
+        )
+
+    def get_backend(self) -> str:
+        return _LOOPBACK
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register(_LOOPBACK, LoopbackRendezvous)
+    nodes = [f"--rdzv-backend={_LOOPBACK}", f"--rdzv-endpoint={_HOST}", f"--rdzv-id={uuid4()}"]
+    torchrun.main([*nodes, *sys.argv[1:]])

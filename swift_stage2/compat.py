@@ -1,4 +1,7 @@
-"""Prepares other packages before they are imported or started: torchvision, DeepSpeed, Accelerate."""
+"""Other packages: prepared before they are imported or started (torchvision, DeepSpeed, Accelerate); their versions.
+
+``surroundings`` is what a rank's numbers depend on beside configuration and data, kept by ``telemetry.record``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,21 @@ _ACCELERATOR = "DS_ACCELERATOR"  # read by DeepSpeed when it is imported
 _DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
 # Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
 _EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
+
+# Threads, devices, and what ms-swift's templates make of an image or a box.
+ENVIRONMENT_NAMES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "QWENVL_BBOX_FORMAT",
+    "ROOT_IMAGE_DIR",
+    "MAX_PIXELS",
+    "MIN_PIXELS",
+    "IMAGE_MAX_TOKEN_NUM",
+    "IMAGE_MIN_TOKEN_NUM",
+)
+_PACKAGES = ("torch", "transformers", "ms-swift", "accelerate")
 
 # The operators that torchvision 0.26 or 0.28 refers to while it is imported; calling them still raises, as it should.
 _OPERATORS = ("nms", "qnms")
@@ -101,3 +120,19 @@ def zero3_unknown() -> Iterator[None]:
     finally:
         if config is not None:
             integration.set_hf_deepspeed_config(config)
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """Of this process, with a model on ``device``: as JSON. No secrets: no name of the environment's holds one."""
+    return {
+        "directory": os.getcwd(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT_NAMES if name in os.environ},
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "versions": installed_versions(),
+    }
+
+
+def installed_versions() -> dict[str, str]:
+    """Of the packages whose releases a loss depends on."""
+    return {name: version(name) for name in _PACKAGES}

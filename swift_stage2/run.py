@@ -14,19 +14,16 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from swift_stage2.collectives import ControlGroup, together
-from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
-from swift_stage2.runtime.watches import ProgressWatch, Standing
 from swift_stage2.scheduling.watches import StarvationWatch
-from swift_stage2.telemetry.events import Evaluation, Warned
+from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.timing import Activity
 
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-_STALL_MARGIN_S = 60.0
 
 ResultT = TypeVar("ResultT")
 
@@ -65,7 +62,6 @@ class Stage2Run:
     channel_b: ChannelB | None
     logging_steps: int
     record_start: Callable[..., None]
-    watch: ProgressWatch
     starvation: StarvationWatch | None = None
     """The learner's, if it has one; equal on all ranks."""
     saves_checkpoints: bool = True
@@ -89,7 +85,6 @@ class Stage2Run:
             state = self.channel_b.source.state_dict()
         self.record_start(save_id=self._resumed_save_id, state=state)
         self.learner.start()
-        self.watch.start()
 
     def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> dict[str, float]:
         """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was.
@@ -160,28 +155,12 @@ class Stage2Run:
 
     def close(self) -> None:
         """Ends every thread and file of this rank. May be called again."""
-        self.watch.stop()
         self.learner.close()
         if self._switch_interval_before is not None:
             sys.setswitchinterval(self._switch_interval_before)
             self._switch_interval_before = None
         self.telemetry.clock.switch(Activity.OTHER)
         self.telemetry.close()
-
-
-def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
-    """Over a rank's main thread and, if it has one, its pipeline."""
-    who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
-    if channel_b is not None:
-        who["pipeline"] = lambda: channel_b.pipeline.standing
-    return ProgressWatch(
-        who,
-        # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
-        limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
-        on_stall=lambda what, seconds: telemetry.log.write(
-            Warned(message=f"no progress: {what} for {seconds:.0f} s")
-        ),
-    )
 
 
 def _check_fingerprint(before: Sequence[str], now: Sequence[str]) -> None:

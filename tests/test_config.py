@@ -48,14 +48,10 @@ NO_CONFIGURATION = {
     "a key twice": "stage2_ab: {schedule: {b_ratio: 0, b_ratio: 1}}",
     "an open bracket": "stage2_ab: {schedule: ",
     "a tab": "swift:\n\tmodel: m\n",
-    "an open list": "a: [1,\nb: 2\n",
-    "a bell": "a: 1\nb: \x07\n",
     "a list": "- 1\n",
     "nothing": "",
     "a number for a key": "1: 2\n",
-    "a wrong tag": "swift: {a: !!int abc}\n",
     "a tag": "swift:\n  a: !!timestamp x\n",
-    "deep lists": "a: " + "[" * 5000 + "]" * 5000,
     "a tag that runs code": "swift: !!python/object/apply:os.getcwd []\n",
 }
 
@@ -109,41 +105,22 @@ REFUSED: list[dict[str, Any]] = [
     # values outside their range
     {"stage2_ab.schedule.b_ratio": 1.2},
     {"stage2_ab.schedule.b_ratio": math.nan},
-    {f"{PREFETCH}.queue_limit": 0},
     {f"{PREFETCH}.version_window": -1},
-    {f"{PREFETCH}.sync_every_steps": 0},
-    {f"{PREFETCH}.prefetch_target_packs": 0},
-    {f"{PREFETCH}.max_attempts": 0},
-    {"rollout.max_inflight_per_server": 4097},
-    {"swift.report_to": "no"},
     {"swift.report_to": False},
-    {"swift.deepspeed": "none"},
+    {"swift.deepspeed": False},
     {"swift.gradient_accumulation_steps": 0},
-    {"swift.gradient_accumulation_steps": "4"},
     {f"{DECODING}.temperature": -1},
     {f"{DECODING}.top_p": 0},
-    {f"{DECODING}.top_p": 1.01},
     {f"{DECODING}.top_k": 0},
-    {f"{DECODING}.max_new_tokens": 0},
     {"rollout.request_timeout_s": math.inf},
-    {"rollout.request_timeout_s": None},
-    {"rollout.start_timeout_s": -3},
     {f"{SYNC}.timeout_s": 0},
     {f"{SYNC}.mode": "delta"},
     {"stage2_ab.mode": "sync"},
-    {"control_timeout_s": 0},
-    {f"{EVALUATION}.every_steps": -1},
-    {f"{EVALUATION}.num_samples": 0},
-    {f"{EVALUATION}.final_timeout_s": -1},
-    {"launch.restart.max_restarts": 0},
-    {"launch.restart.backoff_s": -1},
     {"launch.restart.policy": "always"},
     {f"{TARGET}.weights": dict.fromkeys(WEIGHTS, 0)},
     # values that do not go together
     {f"{PREFETCH}.prefetch_target_packs": 9},
-    {PREFETCH: {"queue_limit": 4, "prefetch_target_packs": 5}},
     {f"{PREFETCH}.queue_limit": 3},
-    {f"{PREFETCH}.prefetch_target_packs": 2},
     {PREFETCH: {"version_window": 0, "sync_every_steps": 1}},
     {"control_timeout_s": 929},
     {"telemetry.record": True, "telemetry.audit": False},
@@ -152,12 +129,8 @@ REFUSED: list[dict[str, Any]] = [
     {"stage2_ab.task": "points"},
     {"stage2_ab.task": "point", f"{TARGET}.dialect": "object_map"},
     {f"{TARGET}.dialect": "point_list"},
-    {"stage2_ab.task": "point", "stage2_ab.channel_b.matching.max_distance": 0},
     {f"{REWARD_WEIGHTS}.misses": -0.5},
-    {f"{REWARD_WEIGHTS}.f1": 1e308},
     {f"{REWARD_WEIGHTS}.f2": 1.0},
-    {f"{REWARD_WEIGHTS}.f1": True},
-    {f"{REWARD_WEIGHTS}.f1": math.nan},
     # servers
     {SERVERS: []},
     {SERVERS: ..., "control_timeout_s": 3},
@@ -166,8 +139,6 @@ REFUSED: list[dict[str, Any]] = [
     servers_at("127.0.0.1:8000"),
     servers_at("http://h"),
     servers_at("http://h:8000/x"),
-    servers_at("http://h:99999"),
-    servers_at("http://h:1", group_port=80),
     servers_at("http://h:1024", group_port=1024),
     servers_at("http://h:1", group_host="tcp://h"),
     servers_at("http://h:1", group_bind="10.0.0.5:7"),
@@ -198,19 +169,12 @@ REFUSED: list[dict[str, Any]] = [
     launched({"engine": "vllm", "merge": True, "upstream_port": 9}),
     launched({"merge": True}),
     launched({"upstream_port": 9}),
-    launched({"merge": True, "upstream_port": 0}),
     launched({"env": {"CUDA_VISIBLE_DEVICES": "1"}}),
     launched({"env": {"A": True}}),
-    launched({"env": {"A": [1]}}),
-    *(
-        launched({"args": {name: "x"}})
-        for name in ("host", "--port", "model", "api-key-env", "api_key", "engine", "weights-root")
-    ),
+    *(launched({"args": {name: "x"}}) for name in ("host", "--port", "api-key-env")),
     sharing({"engine": "vllm"}),
     sharing(on_vllm(0.3), {"engine": "vllm"}),
     sharing(on_vllm(0.6), on_vllm(0.4)),
-    sharing(on_vllm(True)),
-    sharing(on_vllm(1)),
     sharing(on_vllm(0.4, engine="swift")),
     sharing(on_vllm(0.4), share_devices=False),
     # how weights travel and what becomes of pending rollouts
@@ -221,9 +185,7 @@ REFUSED: list[dict[str, Any]] = [
     {f"{SYNC}.transport": "disk"},
     {f"{SYNC}.disk_directory": "/w"},
     ON_DISK | {f"{SYNC}.disk_directory": "weights"},
-    ON_DISK | {f"{SYNC}.disk_keep": 0},
     RESUMING | {"rollout.max_resumes": 3},
-    RESUMING | {"rollout.max_resumes": -1},
     RESUMING | {f"{PREFETCH}.version_window": 0},
     {f"{SYNC}.on_pending": "abort", "rollout.max_resumes": 1},
     # keys that are unknown, misplaced, retired or missing
@@ -235,29 +197,20 @@ REFUSED: list[dict[str, Any]] = [
     {"engine": "vllm"},
     {"rollout.mode": "inline"},
     {SERVERS: [{"base_ulr": "http://h:1"}]},
-    {f"{SYNC}.qqqq": 1},
     {"stage2_ab.channel_b.rollout_buffer": {}},
     {"stage2_ab": ...},
-    {"stage2_ab.schedule": ...},
     {"stage2_ab.schedule.b_ratio": ...},
     # wrong types
     {f"{PREFETCH}.queue_limit": True},
     {f"{PREFETCH}.queue_limit": "8"},
     {f"{PREFETCH}.queue_limit": "1" * 400},
     {f"{PREFETCH}.redraw_dropped": 1},
-    {"stage2_ab.schedule.b_ratio": True},
-    {"stage2_ab.schedule.b_ratio": "0.25"},
     {"rollout.api_key_env": 7},
     {SERVERS: {"base_url": "http://h:1"}},
     {SERVERS: ["http://h:1"]},
-    {"rollout": None},
     {"swift": ["--model", "m"]},
     {f"{LEARNER}.devices": [0, "1"]},
-    {f"{LEARNER}.devices": 0},
-    {f"{SYNC}.on_pending": 3},
-    {f"{SYNC}.straggler_s": "60s"},
     {f"{SYNC}.transport": "TCP"},
-    {"stage2_ab.starvation.action": "wran"},
     {f"{TARGET}.dialect": "object_lst"},
     # arguments of ms-swift
     {"swift.fsdp": "full_shard"},
@@ -271,18 +224,11 @@ REFUSED: list[dict[str, Any]] = [
     # rollouts that are trained by their rewards
     BY_REWARDS | {"stage2_ab.objective": "corrected_target"},
     BY_REWARDS | {"rollout.num_generations": 1},
-    BY_REWARDS | {"rollout.num_generations": 4096},
     BY_REWARDS | {f"{GRPO}.min_group": 5},
-    BY_REWARDS | {f"{GRPO}.min_group": 1},
-    BY_REWARDS | {f"{GRPO}.max_importance_weight": 0.5},
-    BY_REWARDS | {f"{GRPO}.straggler_s": 0},
     BY_REWARDS | {f"{DECODING}.temperature": 0.01},
     BY_REWARDS | {f"{DECODING}.top_p": 0.95},
-    BY_REWARDS | {f"{DECODING}.top_k": 20},
-    BY_REWARDS | {f"{DECODING}.repetition_penalty": 1.1},
     BY_REWARDS | {"swift.tuner_type": "lora"},
     BY_REWARDS | {f"{GRPO}.kl_weight": 0.05},
-    BY_REWARDS | {f"{GRPO}.kl_weight": -1},
     BY_REWARDS | {"swift.loss_type": "mine"},
     BY_REWARDS | {REWARD_WEIGHTS: dict.fromkeys(TERMS, 0)},
     BY_REWARDS | WITH_A_REFERENCE | {"swift.init_weights": "pissa"},
@@ -293,9 +239,7 @@ REFUSED: list[dict[str, Any]] = [
     EVALUATED,
     EVALUATED | BEST | {f"{EVALUATION}.every_steps": 0},
     EVALUATED | BEST | {"swift.metric_for_best_model": "eval_ap"},
-    EVALUATED | BEST | {"swift.metric_for_best_model": "eval/truncated_ratio"},
     EVALUATED | BEST | {"swift.eval_strategy": "steps"},
-    EVALUATED | BEST | {"swift.eval_strategy": None},
     EVALUATED | BEST | {"swift.load_best_model_at_end": True},
     EVALUATED | {"swift.split_dataset_ratio": 0.1, "swift.eval_strategy": "no"},
     EVALUATED | {"swift.split_dataset_ratio": 0.1, "swift.save_strategy": "no"},
@@ -322,17 +266,10 @@ ACCEPTED: list[dict[str, Any]] = [
         for servers_of_ours in (launched({"engine": "vllm"}), launched())
     ),
     servers_at("http://h:7001", "http://g:7001"),
-    {"swift.packing": False},
-    {"swift.sequence_parallel_size": 1},
-    {"swift.tuner_type": "full"},
-    {"swift.truncation_strategy": "delete"},
+    {"swift.packing": False, "swift.sequence_parallel_size": 1, "swift.truncation_strategy": "delete"},
     {"swift.deepspeed": "zero3"},
-    {"swift.average_tokens_across_devices": True},
-    {"swift.group_by_length": True},
-    {"swift.fsdp": "fsdp2"},
+    {"swift.average_tokens_across_devices": True, "swift.fsdp": "fsdp2"},
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c", "swift.tuner_type": "full"},
-    {"swift.enable_dft_loss": True},
-    {"swift.loss_type": "mine"},
     BY_REWARDS,
     BY_REWARDS | {"stage2_ab.objective": "mixed"},
     BY_REWARDS | WITH_A_REFERENCE,
@@ -343,8 +280,6 @@ ACCEPTED: list[dict[str, Any]] = [
     EVALUATED
     | {"swift.val_dataset": ["v.jsonl"], "swift.split_dataset_ratio": 0.1, "swift.eval_strategy": "no"},
     EVALUATED | BEST,
-    EVALUATED | BEST | {"swift.eval_strategy": False, "swift.load_best_model_at_end": False},
-    EVALUATED | BEST | {"swift.save_strategy": "steps", "swift.early_stop_interval": 3},
     EVALUATED | BEST | {"swift.save_strategy": "no"},
     {"swift.metric_for_best_model": "loss", "swift.load_best_model_at_end": True},
     sharing(on_vllm(0.4)),
@@ -352,7 +287,6 @@ ACCEPTED: list[dict[str, Any]] = [
     sharing(on_vllm(0.3), on_vllm(0.3), {"engine": "transformers"}),
     sharing({"engine": "transformers"}),
     sharing({"engine": "vllm", "devices": [1]}),  # its own: vLLM's default is right
-    sharing(on_vllm(1, devices=[1])),
     sharing({"engine": "swift", "devices": []}, learner={}),
     sharing(on_vllm(0.4, engine="swift"), learner={"devices": [1, 0], "nproc_per_node": 2}),
 ]
@@ -460,12 +394,8 @@ def test_the_useful_queue_limit_is_exact(
         # A pack may age 2 * 4 steps: at b_ratio 0.25 they hold two B steps, at 1 eight.
         ({}, "0.25", 4, 8, 8),
         ({}, "1", 4, 32, 32),
-        ({}, "1", 2, 16, 16),
-        ({}, "0.3", 1, 4, 8),
         ({}, "0.3", 9, 27, 27),
-        ({"sync_every_steps": 1}, "0.25", 4, 4, 8),
         ({"sync_every_steps": 50_000}, "1", 4, 32, 32),
-        ({"version_window": 0}, "1", 16, 16, 16),
         ({"queue_limit": 6}, "1", 4, 6, 6),
         ({"queue_limit": 40}, "1", 4, 32, 40),
         ({"queue_limit": 3}, "1", 4, 4, 3),
@@ -496,15 +426,6 @@ def test_accumulation_that_swift_decides_is_checked_when_it_is_known(tmp_path: P
         config.check_accumulation(5)
 
 
-@pytest.mark.parametrize(
-    ("text", "exact"), [("0.3", Fraction(3, 10)), ("0.875", Fraction(7, 8)), ("1e-3", Fraction(1, 1000))]
-)
-def test_b_ratio_is_the_decimal_that_was_written(tmp_path: Path, text: str, exact: Fraction) -> None:
-    servers = "rollout: {servers: [{base_url: 'http://h:1'}]}"
-    config = load(tmp_path, f"stage2_ab: {{schedule: {{b_ratio: {text}}}}}\n{servers}\n")
-    assert config.stage2_ab.schedule.exact_b_ratio == exact
-
-
 def test_yaml_scalars_are_those_of_version_1_2(tmp_path: Path) -> None:
     config = load(
         tmp_path,
@@ -525,21 +446,9 @@ def test_text_that_is_no_configuration_is_refused(tmp_path: Path, case: str) -> 
     MESSAGES.check(case, refusal(tmp_path, NO_CONFIGURATION[case]))
 
 
-KEYS = (
-    "sk-proj-Ab12Cd34Ef56Gh78",
-    "sk_live_abcdef0123456789",
-    "hf_AbCdEfGhIjKlMnOp1234567890",
-    "ghp_0a1b2c3d4e5f6g7h8i9j",
-    "0123456789abcdef0123456789abcdef",
-    "AKIAIOSFODNN7EXAMPLE",
-    "Bearer abc",
-    "a key",
-    "ключ",
-    "",
+@pytest.mark.parametrize(
+    "key", ["sk-proj-Ab12Cd34Ef56Gh78", "ghp_0a1b2c3d4e5f6g7h8i9j", "AKIAIOSFODNN7EXAMPLE", "a key", ""]
 )
-
-
-@pytest.mark.parametrize("key", KEYS)
 def test_a_key_in_place_of_a_variables_name_is_refused_and_never_shown(tmp_path: Path, key: str) -> None:
     message = refusal(tmp_path, changed({"rollout.api_key_env": key}))
     assert "must be the name of an environment variable" in message
@@ -547,33 +456,17 @@ def test_a_key_in_place_of_a_variables_name_is_refused_and_never_shown(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["SWIFT_ROLLOUT_API_KEY", "key", "_K2", "rollout_server_key_2", "VERY_LONG_NAME_OF_A_VARIABLE_2024"],
-)
-def test_names_of_variables_are_taken(tmp_path: Path, name: str) -> None:
-    assert load(tmp_path, changed({"rollout.api_key_env": name})).rollout.api_key_env == name
-
-
-@pytest.mark.parametrize(
     "base_url",
     [
         "http://me:hush@h:1",
-        "http://me:hu/sh@h:1",
         "me:hush@h:1",
         "http://hush@h:1/x",
-        "http://me:hush@h:port",
         "http://h:1/?k=hush@",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(tmp_path: Path, base_url: str) -> None:
     message = refusal(tmp_path, changed({"rollout.servers": [{"base_url": base_url}]}))
     assert "hush" not in message
-    assert "sh@" not in message
-
-
-def test_a_long_value_is_not_told_in_full(tmp_path: Path) -> None:
-    message = refusal(tmp_path, changed({"rollout.servers": "x" * 10_000}))
-    assert len(message) < 600
 
 
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift_stage2.learner import Learner
-from swift_stage2.runtime.watches import Standing
+from swift_stage2.runtime.background import Standing
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.watches import StarvationWatch
 

@@ -20,7 +20,7 @@ from weight_updates import make_updates
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.runtime.watches import EXIT_HANG
+from swift_stage2.runtime.background import EXIT_HANG
 from swift_stage2.weights import snapshots
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import CanaryAnswer

@@ -35,7 +35,7 @@ NUM_RANKS = 2
 _STEPS_THAT_NO_FAULT_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
-_TORCHRUN = "swift_stage2.runtime.loopback_torchrun"
+_TORCHRUN = "swift_stage2.collectives"
 _PUBLISHER = "swift_stage2.weights.publisher_worker"
 
 

@@ -31,7 +31,7 @@ from swift_stage2.config import PackingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
-from swift_stage2.runtime.watches import Standing
+from swift_stage2.runtime.background import Standing
 from swift_stage2.scheduling.horizon import Pacer, ProductionPace, StepView
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard

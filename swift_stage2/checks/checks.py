@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
-from swift_stage2.checks.model import check_family, check_model
+from swift_stage2.checks.model import check_model, refuse_transposed_experts
 from swift_stage2.checks.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
@@ -32,9 +32,12 @@ from swift_stage2.data.files import local_files
 from swift_stage2.data.survey import Findings, survey
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.runtime.checkpoints import check_world_size
+from swift_stage2.runtime.environment import (
+    check_gloo_address,
+    require_known_accelerator,
+    require_visible_devices,
+)
 from swift_stage2.runtime.run_directory import refuse_earlier_run
-from swift_stage2.runtime.torchrun import check_gloo_address
-from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # torch
@@ -185,7 +188,7 @@ def _api_key(config: Stage2Config, known: Known) -> CheckResult[None] | None:
 
 def _model(config: Stage2Config, known: Known) -> None:
     check_model(config.swift)
-    check_family(config)
+    refuse_transposed_experts(config)
 
 
 def _deepspeed(config: Stage2Config, known: Known) -> None:

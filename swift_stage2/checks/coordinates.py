@@ -115,21 +115,16 @@ class CoordinateVerdict:
 def read_numbers(text: str, label_key: str = "label") -> Objects:
     """Every box of an answer as it is written: fractions, numbers in any order, in any brackets. No text raises."""
     text = _TOKEN.sub(r"\1", text)
-    label = re.compile(rf'"{re.escape(label_key)}"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
+    label = re.compile(
+        rf'"{re.escape(label_key)}"\s*:\s*("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{{4}})*")'
+    )
     found = []
     for element in _ELEMENT.findall(text) or [text]:
         named = label.search(element)
         for box in _FOUR.findall(element):
             x1, y1, x2, y2 = map(float, box)
-            found.append((_unescaped(named[1]) if named else "", (x1, y1, x2, y2)))
+            found.append((str(json.loads(named[1])).strip() if named else "", (x1, y1, x2, y2)))
     return tuple(found)
-
-
-def _unescaped(text: str) -> str:
-    try:
-        return str(json.loads(text)).strip()
-    except ValueError:
-        return text[1:-1].strip()
 
 
 def judge(images: Sequence[AnsweredImage]) -> CoordinateVerdict:

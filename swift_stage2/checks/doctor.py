@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -39,20 +38,18 @@ from swift_stage2.checks.checks import (
     ok,
     warning,
 )
-from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerEngine, Stage2Config, load_config
 from swift_stage2.config.root import SECRET
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError, Stage2Error, UserError
-from swift_stage2.runtime.network import connection_error, holder_of, http_remedy, is_here, resolve
-from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.environment import select_devices
+from swift_stage2.runtime.network import is_here
+from swift_stage2.runtime.output import SafeConsole, going_on, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
-from swift_stage2.runtime.visible_devices import select_devices
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-_NARROWEST_COLUMNS = 80
-_CONNECT_TIMEOUT_S = 5.0
 _SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_failed")
 _HIDDEN = "***"
 
@@ -60,12 +57,11 @@ _HIDDEN = "***"
 class Examination:
     """The rows of one run of the doctor, in order. ``secrets`` are replaced wherever they turn up."""
 
-    def __init__(
-        self, *, secrets: Sequence[str] = (), on_begin: Callable[[str], None] = lambda check: None
-    ) -> None:
+    def __init__(self, *, secrets: Sequence[str] = ()) -> None:
         self.findings: list[CheckResult[Any]] = []
+        self.now = ""
+        """The check that is under way."""
         self._secrets = tuple(secret for secret in secrets if secret)
-        self._on_begin = on_begin
         self._section = ""
 
     def begin_section(self, title: str) -> None:
@@ -86,7 +82,7 @@ class Examination:
         """
         held = next((need for need in needs if not need.passed), None)
         if held is None:
-            self._on_begin(name)
+            self.now = name
             result = self._result(work, fix)
         elif held.verdict is Verdict.NOT_CHECKED:
             result = left_out(held.found)
@@ -107,16 +103,13 @@ class Examination:
     def show(
         self, config: Stage2Config, known: Known, *, needs: Sequence[CheckResult[Any]] = ()
     ) -> dict[str, CheckResult[None]]:
-        """The results of the checks whose needs are ``known``, by name. Those with nothing to say share a row."""
-        shown, silent = {}, []
+        """The results of the checks whose needs are ``known``, by name. Those with nothing to say have no row."""
+        shown = {}
         for check in due_checks(known):
             result = self.check(check.name, partial(_look, check, config, known), needs=needs)
             shown[check.name] = result
             if result.verdict is Verdict.OK and not result.found:
                 self.findings.pop()
-                silent.append(check.name)
-        if silent:
-            self.check("checked as well", lambda: ok(", ".join(silent)))
         return shown
 
     @property
@@ -190,14 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(options.config)
     data = read_yaml(path)
     quieten_libraries()
-    console = SafeConsole(stderr=True)
-    with ExitStack() as stack:
-        status = stack.enter_context(console.status("looking …")) if console.is_terminal else None
-        exam = Examination(
-            secrets=_secrets(data), on_begin=lambda check: status.update(f"{check} …") if status else None
-        )
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-stage2-doctor-")))
-        examine(exam, path, options, scratch)
+    exam = Examination(secrets=_secrets(data))
+    with (
+        going_on("doctor", lambda: exam.now),
+        tempfile.TemporaryDirectory(prefix="swift-stage2-doctor-") as scratch,
+    ):
+        examine(exam, path, options, Path(scratch))
     status_code = EXIT_FAILED if exam.num_failed else 0
     if options.json:
         facts = {"config": options.config, "live": options.live, "exit_status": status_code}
@@ -205,10 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = {**facts, "findings": rows}
         say(*json.dumps(found, indent=1).splitlines())
         return status_code
-    console = SafeConsole()
-    if not console.is_terminal and console.width < _NARROWEST_COLUMNS:
-        console = SafeConsole(width=_NARROWEST_COLUMNS)
-    console.print(findings_table(exam.findings))
+    SafeConsole().print(findings_table(exam.findings))
     return status_code
 
 
@@ -233,12 +221,12 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
     if not config.b_enabled:
         return
     is_asked = options.live or options.coordinates
-    routes = examine_addresses(exam, config, live=is_asked)
+    examine_addresses(exam, config, live=is_asked)
     if not is_asked:
         return
     from swift_stage2.checks.live_servers import LiveServers
 
-    servers = LiveServers(exam, config, scratch, prepared, samples, routes, with_round=not options.no_sync)
+    servers = LiveServers(exam, config, scratch, prepared, samples, with_round=not options.no_sync)
     if not options.live:
         servers.examine_coordinates()
         return
@@ -274,34 +262,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         exit_statuses="0 nothing failed (warnings are allowed); 1 a check failed",
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument(
-        "--live",
-        action="store_true",
-        help="also ask the running servers, with one dry sync round and a few rollouts",
-    )
-    parser.add_argument(
-        "--coordinates",
-        action="store_true",
-        help="also ask the running servers in which numbers boxes are written; part of --live",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument(
-        "--step-seconds",
-        type=real_number("a number of seconds above 0"),
-        metavar="S",
-        help="seconds of one optimizer step, to say whether the servers can feed channel B",
-    )
-    parser.add_argument(
-        "--nproc-per-node",
-        type=whole_number(1),
-        metavar="N",
-        help="learner ranks (default: launch.learner.nproc_per_node)",
-    )
-    parser.add_argument(
-        "--no-sync",
-        action="store_true",
-        help="with --live: leave the dry sync round out; no server's weights are touched",
-    )
+    for flag, meaning in (
+        ("--live", "also ask the running servers, with one dry sync round and a few rollouts"),
+        ("--no-sync", "with --live: leave the dry sync round out; no server's weights are touched"),
+        ("--coordinates", "also ask the running servers in which numbers boxes are written; part of --live"),
+        ("--json", "print JSON instead of the table"),
+    ):
+        parser.add_argument(flag, action="store_true", help=meaning)
+    for option, kind, metavar, meaning in (
+        (
+            "--step-seconds",
+            real_number("a number of seconds above 0"),
+            "S",
+            "seconds of one optimizer step, to say whether the servers can feed channel B",
+        ),
+        ("--nproc-per-node", whole_number(1), "N", "learner ranks (default: launch.learner.nproc_per_node)"),
+    ):
+        parser.add_argument(option, type=kind, metavar=metavar, help=meaning)
     return parser.parse_args(argv)
 
 
@@ -340,37 +317,11 @@ def check_devices(config: Stage2Config) -> CheckResult[None]:
     return ok(found)
 
 
-def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[CheckResult[str]]:
-    """A row for each server that this launch would not start; hands on its address."""
+def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> None:
+    """The rows of names and ports; ports of the servers that this launch would start."""
     exam.begin_section("Addresses")
     servers = config.rollout.servers
-    # On another machine another launch starts it; here it is looked at as any server that runs already.
     launched = [
         index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
     ]
     exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
-    return [
-        exam.check(f"server {index}", partial(check_reachable, server, must_answer=live))
-        for index, server in enumerate(servers)
-        if index not in launched
-    ]
-
-
-def check_reachable(server: ServerConfig, *, must_answer: bool) -> CheckResult[str]:
-    """A TCP connection; hands the address on. A server may not run yet, unless it must answer."""
-    try:
-        address = str(resolve(server.host, server.port)[0][4][0])
-    except OSError as unknown:
-        return failed(
-            f"{server.host} has no address: {unknown}",
-            f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
-        )
-    if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
-        found = f"nothing answers at {server.base_url} ({address}): {error}"
-        fix = f"{http_remedy(error)}, or correct its base_url in rollout.servers"
-        return failed(found, fix) if must_answer else warning(f"{found}; training needs it", fix, address)
-    holder = holder_of(server.port) if is_here(address) else ""
-    return ok(
-        f"{server.host} is {address}, port {server.port} is open{holder.replace(' by ', ', held by ')}",
-        address,
-    )

@@ -40,7 +40,6 @@ def examine_learner(
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
-    exam.check("model load", lambda: _check_load(prepared.result), needs=[prepared])
     exam.check("memory", lambda: check_memory(config, prepared.result, num_ranks), needs=[prepared])
     if not config.b_enabled:
         return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
@@ -73,12 +72,6 @@ def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparat
         f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
         prepared,
     )
-
-
-def _check_load(prepared: LearnerPreparation) -> CheckResult[None]:
-    from swift_stage2.checks.swift_parsing import check_load  # loads ms-swift
-
-    return ok(check_load(prepared.args))
 
 
 def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> CheckResult[None]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +58,22 @@ class LiveServers:
     scratch: Path
     prepared: CheckResult[LearnerPreparation]
     samples: CheckResult[CheckedRows]
-    routes: Sequence[CheckResult[str]]
     with_round: bool
     calls: list[CheckResult[TimedCall]] = field(default_factory=list)
-    infos: list[CheckResult[ServerInfo]] = field(default_factory=list)
     _learner: LearnerPreparation = field(init=False)
+
+    @cached_property
+    def infos(self) -> list[CheckResult[ServerInfo]]:
+        """Who answers, a row for each server."""
+        return [
+            self.exam.check(f"server {index}", partial(check_identity, server.base_url, self.config))
+            for index, server in enumerate(self.config.rollout.servers)
+        ]
 
     def examine(self) -> None:
         """One section of rows for every server."""
+        anybody = next((info for info in self.infos if info.passed), self.infos[0])
         self.exam.begin_section("Learner's weights")
-        anybody = next((route for route in self.routes if route.passed), self.routes[0])
         module = self.exam.check(
             "model",
             self._load,
@@ -82,8 +88,8 @@ class LiveServers:
 
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
-        for index, session, route in self._servers():
-            self._examine_answers(route, self._check_identity(index, session))
+        for info, (_, _, route) in zip(self.infos, self._servers(), strict=True):
+            self._examine_answers(route, info)
 
     @cached_property
     def _questions(self) -> Questions:
@@ -99,11 +105,6 @@ class LiveServers:
             with ServerSession(server.base_url, key) as session:
                 yield index, session, route_of(session, key)
 
-    def _check_identity(self, index: int, session: ServerSession) -> CheckResult[ServerInfo]:
-        return self.exam.check(
-            "who answers", lambda: check_identity(session, self.config), needs=[self.routes[index]]
-        )
-
     def _examine_server(
         self,
         index: int,
@@ -113,7 +114,7 @@ class LiveServers:
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
         timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
-        info = self._check_identity(index, session)
+        info = self.infos[index]
         # One that is unproven answers nothing else before a round.
         is_first = info.passed and info.result.state == RefusalReason.UNPROVEN
         dry = self._check_round(index, session, info, sync) if is_first else None
@@ -139,7 +140,6 @@ class LiveServers:
             needs=[calls],
         )
         self.calls.append(calls)
-        self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
         spoilt = [dry] if dry.verdict is Verdict.FAILED else []
         self._examine_answers(route, info, *spoilt)
@@ -213,22 +213,23 @@ class LiveServers:
         return ok("the learner answers a greedy question about a sample", sync)
 
 
-def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[ServerInfo]:
+def check_identity(base_url: str, config: Stage2Config) -> CheckResult[ServerInfo]:
     """The probe of a start, in words; one that takes connections and answers nothing is told soon.
 
     Another model than the learner's shows in the prompts and in the dry round.
     """
     most_s, started = config.rollout.request_timeout_s, time.perf_counter()
-    try:
+    with ServerSession(base_url, config.rollout.api_key()) as session:
         try:
-            session.get(wire.HEALTH, Deadline(min(_LOOK_TIMEOUT_S, most_s)))
-        except ServerFault as fault:  # any other is told better by what is asked below
-            if fault.kind is FaultKind.LATE:
-                raise
-        # A stock server answers after the /infer/ that runs, so as long as one may take.
-        info = identify(session, config, Deadline(most_s))
-    except ServerFault as fault:
-        raise explain(fault, session, config) from fault
+            try:
+                session.get(wire.HEALTH, Deadline(min(_LOOK_TIMEOUT_S, most_s)))
+            except ServerFault as fault:  # any other is told better by what is asked below
+                if fault.kind is FaultKind.LATE:
+                    raise
+            # A stock server answers after the /infer/ that runs, so as long as one may take.
+            info = identify(session, config, Deadline(most_s))
+        except ServerFault as fault:
+            raise explain(fault, session, config) from fault
     answered = f"answered in {1e3 * (time.perf_counter() - started):.0f} ms"
     if info.stock:
         kind = f"vllm serve, asked for {info.chat_model}" if info.chat_model else "stock swift rollout"

@@ -1,9 +1,7 @@
-"""Refuses in one line a missing or cut checkpoint, and by name a model whose answers channel B could not read or teach.
+"""Refuses in one line a missing or cut checkpoint, and a model that servers would read otherwise than the learner.
 
-Looks at directories, the heads of weight files, ``config.json`` and the first row of the data set; loads no ms-swift. A
-hub id is ms-swift's own business. Among those refused are
-models that think before they answer; a model that has no name here is judged by its template, once that is there
-(``Encoder``). docs/data.md is the list.
+Looks at directories, the heads of weight files and ``config.json``; loads no ms-swift. A hub id is ms-swift's own
+business. What channel B cannot read or teach is told by its template, once that is there (``Encoder``, ``Task.learn``).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.data.files import local_files, read_lines
 from swift_stage2.errors import ConfigError
 from swift_stage2.whole_file import read_regular
 
@@ -31,28 +28,6 @@ _MARKS = {
     "resume_from_checkpoint": "trainer_state.json",
 }
 
-_REMEDY = "train an Instruct model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, in stage 1 as well"
-# The last part of a path or hub id, or the part that Hugging Face's cache names after the hub id.
-_THINKING_NAME = re.compile(r"-Thinking(-FP8)?(?=/snapshots/[^/]+/?$|/?$)", re.IGNORECASE)
-# Architectures whose every chat template in ms-swift begins an answer with thoughts, empty ones mostly.
-_THINKING = frozenset(
-    {
-        "InternS1ForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen4ExpForConditionalGeneration",
-    }
-)
-# Architectures that ms-swift writes placeholders of as plain JSON, given QWENVL_BBOX_FORMAT=new.
-_PLAIN_BOXES = frozenset(
-    {
-        *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-        *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-        *("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
-        *("LLaVAOneVision1_5_ForConditionalGeneration", "LlavaOnevision2ForConditionalGeneration"),
-    }
-)
-_PLACEHOLDERS = ("<bbox>", "<ref-object>")
 _MOE = "Qwen3VLMoeForConditionalGeneration"
 
 
@@ -157,38 +132,12 @@ def recorded_plugins(checkpoint: Path, remedy: str) -> list[str]:
     return plugins
 
 
-def check_family(config: Stage2Config) -> None:
-    """Refuses what channel B cannot do with this model; a run without channel B may train any.
-
-    Raises:
-        ConfigError: answers would begin with thoughts, boxes would be written in tags, or the servers would read the
-            weights in another layout.
-        DatasetError: as ``local_files`` does.
-    """
-    if not config.b_enabled:
-        return
-    swift = config.swift
-    for model in named_places(swift, "model"):
-        architecture = _architecture(Path(model).expanduser())
-        if architecture in _THINKING or _THINKING_NAME.search(model):
-            named = f" ({architecture})" if architecture else ""
-            raise ConfigError(
-                "answers must begin with their list of objects",
-                got=f"model={model!r}{named}, which thinks first",
-                remedy=_REMEDY,
-            )
-        if swift.get("external_plugins"):
-            continue  # which may give the model a template of its own
-        if architecture and architecture not in _PLAIN_BOXES and _uses_placeholders(swift):
-            raise ConfigError(
-                "boxes must be written as [x1, y1, x2, y2]",
-                got=f"a model {model!r} ({architecture}) for which ms-swift writes <bbox> and <ref-object> in "
-                "another format",
-                remedy="write labels and boxes out in every answer, boxes in thousandths of the image's width "
-                f"and height, or {_REMEDY}",
-            )
-        engines = [server.engine for server in config.launch.servers]
-        if architecture == _MOE and any(engine is not ServerEngine.TRANSFORMERS for engine in engines):
+def refuse_transposed_experts(config: Stage2Config) -> None:
+    """Raises ConfigError: launch would start vLLM for a model whose experts it holds in another layout."""
+    engines = [server.engine for server in config.launch.servers]
+    for model in named_places(config.swift, "model") if config.b_enabled else ():
+        is_moe = _architecture(Path(model).expanduser()) == _MOE
+        if is_moe and any(engine is not ServerEngine.TRANSFORMERS for engine in engines):
             raise ConfigError(
                 f"experts of {_MOE} must reach a server as the learner holds them",
                 got=f"engine={str(engines[0])!r}, and vLLM reads them transposed",
@@ -203,17 +152,3 @@ def _architecture(directory: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError):
         return ""  # a hub id, or what ms-swift will refuse with its own words
     return str(named)
-
-
-def _uses_placeholders(swift: Mapping[str, Any]) -> bool:
-    """Whether the first row of any local training set leaves its boxes or labels to the template."""
-    return any(_answer_has_placeholders(file) for file in local_files(swift)["dataset"])
-
-
-def _answer_has_placeholders(file: Path) -> bool:
-    first = next((line for line in read_lines(file) if line.strip()), b"")
-    try:
-        answer = json.loads(first)["messages"][-1]["content"]
-    except (ValueError, LookupError, TypeError):
-        return False  # the check of every row says what is wrong with it
-    return isinstance(answer, str) and any(mark in answer for mark in _PLACEHOLDERS)

@@ -56,11 +56,6 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         """As written, or what ms-swift chooses on one rank."""
         return int(self.args.training_args.gradient_accumulation_steps)
 
-    @property
-    def max_steps(self) -> int:
-        """As written; not above 0 where the epochs decide."""
-        return int(self.args.max_steps)
-
     @cached_property
     def row_sets(self) -> tuple[Any, Any]:
         """Training rows, which channel B draws from, too, and validation rows, if any, as ms-swift reads them."""

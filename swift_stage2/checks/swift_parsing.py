@@ -15,13 +15,12 @@ from contextlib import redirect_stderr
 from traceback import walk_tb
 from typing import Any
 
-from swift_stage2.compat import declare_operators, zero3_unknown
+from swift_stage2.compat import declare_operators
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, UserError, closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
 
-import torch  # noqa: E402
 from swift.arguments import SftArguments  # noqa: E402
 from swift.utils import parse_args  # noqa: E402
 
@@ -33,8 +32,6 @@ _REMEDIES = {
     OPTION: "its option --NAME is --swift NAME=VALUE",
     COMMAND_LINE: "see swift-stage2 rollout --help",
 }
-_MIXED_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_FLASH = "flash"  # in the name of every attention that computes in half precision alone, and on a GPU
 _UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
 
 # Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
@@ -77,46 +74,6 @@ def parse_swift_arguments(
     refuse_unreadable(argv, arguments_class, where=where)
     arguments, _ = _parse(argv, arguments_class, where)
     return arguments
-
-
-def mixed_precision(arguments: Any, device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on such a device, as accelerate chooses it; None without."""
-    found = _MIXED_PRECISION.get(arguments.training_args.mixed_precision)
-    return None if device_type == "cpu" and found is torch.float16 else found
-
-
-def check_load(arguments: Any) -> str:
-    """Has transformers make the model that ``arguments`` name, as it does at load but without weights; tells what.
-
-    Raises:
-        ConfigError: it refuses, or its attention cannot compute in the learner's dtype or on its device.
-    """
-    try:
-        with torch.device("meta"), zero3_unknown():
-            model, _ = arguments.get_model_processor(return_dummy_model=True)
-    except _REFUSALS as error:
-        logger.debug("transformers refused the model", exc_info=True)
-        raise _unloadable(arguments, str(error) or type(error).__name__) from error
-    found = None if arguments.use_cpu else torch.accelerator.current_accelerator(check_available=True)
-    device = found.type if found else "cpu"
-    dtype = mixed_precision(arguments, device) or arguments.torch_dtype
-    attention = model.config._attn_implementation
-    told = f"{type(model).__name__}, attention {attention}, {str(dtype).removeprefix('torch.')} on {device}"
-    if _FLASH in str(attention) and (device == "cpu" or dtype not in _MIXED_PRECISION.values()):
-        raise _unloadable(arguments, f"{told}, and such attention needs float16 or bfloat16 on a GPU")
-    return told
-
-
-def _unloadable(arguments: Any, reason: str) -> ConfigError:
-    attention = arguments.attn_impl
-    remedy = "correct section swift, or install what is missing"
-    if attention is not None:
-        remedy = "write swift.attn_impl: sdpa, or install what it needs and train in bfloat16 on a GPU"
-    return ConfigError(
-        "transformers must be able to load the model as section swift says",
-        got=f"attn_impl={attention} model={arguments.model!r}: {' '.join(reason.split()).rstrip('.')}",
-        remedy=remedy,
-    )
 
 
 def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any, list[str]]:

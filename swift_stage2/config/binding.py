@@ -19,9 +19,6 @@ from swift_stage2.errors import ConfigError, closest
 
 S = TypeVar("S")
 _STRICT = ConfigDict(strict=True, extra="forbid")
-_GONE = {
-    "rollout.sync.fenced": "remove it: a server that can is asked on while weights arrive, any other is drained first"
-}
 _LONGEST_SHOWN = 120
 
 
@@ -47,20 +44,6 @@ def _adapter(section: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(dict[str, section], config=_STRICT)  # type: ignore[valid-type]
 
 
-_PLAIN_WORDS = {  # pydantic speaks of JSON
-    "Input should be": "must be",
-    "a valid array": "a list",
-    "an object": "a section with keys of its own",
-    "a valid string": "text",
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "above",
-}
-
-
 def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
     *above, name = error["loc"][1:] or ("",)
     if name in ("int", "str"):  # one of the types that a value may have
@@ -76,11 +59,9 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
         return ConfigError(f"{full} is required and has no default", remedy=f"add the key {name!r}")
     value, rule, default = (
         error["input"],
-        error["msg"],
+        error["msg"].replace("Input should be", "must be"),
         dict(_all_keys(section)).get(_pattern([*above, name])),
     )
-    for jargon, plain in _PLAIN_WORDS.items():
-        rule = rule.replace(jargon, plain)
     remedy = "docs/design/formats.md lists every key"
     if type(default) in (int, float) and isinstance(value, int | float):
         remedy = f"the default is {default:g}"
@@ -99,10 +80,10 @@ def _unknown_key(section: type, key: str, above: Sequence[int | str], around: st
     known, parent = dict(_all_keys(section)), _pattern(above)
     where = f"section {around}" if around else "the top level"
     valid = tuple(path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == parent)
-    remedy = _GONE.get(f"{around}.{key}", f"its keys are {', '.join(valid)}")
+    remedy = f"its keys are {', '.join(valid)}"
     if elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
         remedy = f"it belongs at {' or '.join(map(repr, elsewhere))}"
-    elif f"{around}.{key}" not in _GONE and (near := closest(key, valid)):
+    elif near := closest(key, valid):
         remedy = f"did you mean {near!r}?"
     return ConfigError(f"unknown key {key!r} in {where}", remedy=remedy)
 

@@ -13,16 +13,9 @@ from pydantic import Field
 from swift_stage2.config.rules import Count, NotNegative
 from swift_stage2.errors import ConfigError
 
-_WRITTEN_BY_LAUNCH = {
-    "host": "rollout.servers[].base_url",
-    "group_bind": "rollout.servers[].group_bind",
-    "port": "rollout.servers[].base_url",
-    "model": "launch.servers[].model",
-    "engine": "launch.servers[].engine",
-    "weights_root": "rollout.sync.disk_directory",
-    "api_key": "the variable that rollout.api_key_env names",
-    "api_key_env": "rollout.api_key_env",
-}
+_WRITTEN_BY_LAUNCH = frozenset(
+    {"host", "group_bind", "port", "model", "engine", "weights_root", "api_key", "api_key_env"}
+)
 
 
 class ServerEngine(StrEnum):
@@ -62,8 +55,9 @@ class ServerProcess:
         if "CUDA_VISIBLE_DEVICES" in self.env:
             raise ConfigError("env must not set CUDA_VISIBLE_DEVICES", remedy="write devices")
         for name in self.args:
-            if source := _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_")):
-                raise ConfigError(f"args must not set {name}", remedy=f"launch takes it from {source}")
+            if name.lstrip("-").replace("-", "_") in _WRITTEN_BY_LAUNCH:
+                told = "launch takes it from section rollout and the keys beside args"
+                raise ConfigError(f"args must not set {name}", remedy=told)
         if self.merge and self.engine is not ServerEngine.SWIFT:
             raise ConfigError(
                 "merge is for stock servers (engine: swift)",

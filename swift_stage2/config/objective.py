@@ -48,18 +48,8 @@ class Proximal(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
-    weights: Mapping[str, Any] = field(default_factory=dict)
-    """Weights of the reward's terms, by name, at least 0; a term that is left out has its default."""
-
-    def __post_init__(self) -> None:
-        for name, weight in self.weights.items():
-            if type(weight) not in (int, float) or not 0 <= weight <= MOST_REWARD:
-                raise ConfigError(
-                    f"weights must be finite numbers from 0 to {MOST_REWARD:,}, because terms are the larger "
-                    "the better",
-                    got=f"{name}={weight!r}",
-                    remedy=f"write for example {name}: 0.5",
-                )
+    weights: Mapping[str, Annotated[float, Field(ge=0, le=MOST_REWARD)]] = field(default_factory=dict)
+    """Weights of the reward's terms, the larger the better, by name; a term that is left out has its default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -25,12 +25,6 @@ ROUND_MARGIN_S = 10.0
 _FIRST_FREE_PORT = 1024  # lower ones belong to the system
 _DEFAULT_GROUP_PORT = 29600  # outside 32768..60999, from which Linux takes the ports of whoever calls out
 _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
-
-
-class SyncMode(StrEnum):
-    """A push sends all weights, merged under LoRA. There is no other mode."""
-
-    FULL = "full"
 
 
 class OnPending(StrEnum):
@@ -111,9 +105,9 @@ class DecodingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
-    mode: SyncMode = SyncMode.FULL
+    mode: Literal["full"] = "full"
     """Weights go in full; no other mode exists. How often: stage2_ab.channel_b.prefetch.sync_every_steps."""
-    timeout_s: float = 300.0
+    timeout_s: Positive = 300.0
     """Deadline of a push to one server; calls and transfers in it end at 80 % of that."""
     on_pending: OnPending = OnPending.WAIT
     """When a server of ours installs new weights: wait for running rollouts, or abort them. resume asks for the rest of
@@ -125,31 +119,28 @@ class SyncConfig:
     the learner writes a directory that they read."""
     disk_directory: str | None = None
     """Absolute path of the directory for transport disk, which learner and servers see."""
-    disk_keep: int = 2
+    disk_keep: Count = 2
     """Proven versions of this run that stay in ``disk_directory``."""
-    straggler_s: float = 60.0
+    straggler_s: Positive = 60.0
     """Seconds that pushes still have once newer weights are due, beside request_timeout_s where servers wait for
     rollouts before they install; who is later is suspect."""
     proof: Proof = Proof.AUTO
     """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
-    canary_every_rounds: int = 8
+    canary_every_rounds: Count = 8
     """Versions from one canary to the next while checksums prove each of them; after a fault the next one asks."""
-    bucket_mib: int = 512
+    bucket_mib: Count = 512
     """Weights sent in one message at most, MiB."""
-    backoff_steps: int = 4
+    backoff_steps: Count = 4
     """Optimizer steps before the first retry with a suspect server that answers again; doubles each time."""
-    max_backoff_steps: int = 256
+    max_backoff_steps: Count = 256
     """Where the doubling ends."""
 
     def __post_init__(self) -> None:
-        rules.deadline(self, "timeout_s", "straggler_s")
-        rules.at_least(self, 1, "bucket_mib", "backoff_steps")
-        remedy = "write 1 to ask with every version, or proof: checksum for no canary"
-        rules.at_least(self, 1, "canary_every_rounds", remedy=remedy)
-        rules.at_least(
-            self, self.backoff_steps, "max_backoff_steps", remedy="waits double from backoff_steps up to it"
-        )
-        rules.at_least(self, 1, "disk_keep")
+        if self.max_backoff_steps < self.backoff_steps:
+            raise ConfigError(
+                "max_backoff_steps must be at least backoff_steps, from which waits double up to it",
+                got=f"max_backoff_steps={self.max_backoff_steps} backoff_steps={self.backoff_steps}",
+            )
         self._check_disk()
 
     def _check_disk(self) -> None:

@@ -175,7 +175,9 @@ class Stage2Config:
     def swift_arguments(self) -> list[str]:
         """The section ``swift`` as argv for ms-swift's parser."""
         metric = best_metric(self.swift)
-        named = {"metric_for_best_model": f"eval_{metric}"} if metric else {}
+        named: dict[str, Any] = {"metric_for_best_model": f"eval_{metric}"} if metric else {}
+        if metric == "truncated_ratio":  # which alone is better when it is lower
+            named["greater_is_better"] = False
         return as_argv({**self.swift, **named})
 
     def without_secrets(self) -> dict[str, Any]:

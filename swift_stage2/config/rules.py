@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
@@ -25,19 +23,6 @@ Whole = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-def at_least(section: Any, minimum: float, *names: str, remedy: str = "") -> None:
-    """Each of the section's settings is finite and at least ``minimum``."""
-    for name in names:
-        _require(section, name, lambda value: value >= minimum, f"at least {minimum}", remedy)
-
-
-def deadline(section: Any, *names: str) -> None:
-    """Each is finite and positive: nothing may wait for ever."""
-    remedy = "write a number of seconds, because every wait needs a deadline"
-    for name in names:
-        _require(section, name, lambda value: value > 0, "above 0", remedy)
 
 
 def variable_name(name: str, value: str) -> None:
@@ -68,18 +53,6 @@ def _looks_like_a_key(word: str) -> bool:
     """As random characters do: long, and without a joint or with several digits among small letters."""
     is_mixed = sum(map(str.isdigit, word)) > 1 and any(map(str.islower, word))
     return len(word) >= _SHORTEST_KEY and ("_" not in word or is_mixed)
-
-
-def _require(section: Any, name: str, holds: Callable[[float], bool], allowed: str, remedy: str) -> None:
-    value = getattr(section, name)
-    is_finite = math.isfinite(value)
-    if not is_finite or not holds(value):
-        allowed = allowed if is_finite else f"a finite number {allowed}"
-        default = next(each.default for each in fields(section) if each.name == name)
-        if not remedy and isinstance(default, int | float):
-            remedy = f"the default is {default:g}"
-        tail = f"; {remedy}" if remedy else ""
-        raise ConfigError(f"{name} must be {allowed}", got=f"{name}={value!r}{tail}")
 
 
 _REGISTER = "register it in a file of swift.external_plugins"

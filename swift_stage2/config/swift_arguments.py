@@ -144,25 +144,21 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = Fal
 
 
 _TRUTHS = ("no", "off", "false", "yes", "on", "true")
+_NAMES = {
+    "report_to": "write report_to: none for no tracker",
+    "deepspeed": "remove the key to train without DeepSpeed",
+}
 
 
 def refuse_values(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError: a value that ms-swift's parser takes, and that ends a run once its servers are up."""
-    trackers = arguments.get("report_to")
-    for name in trackers if isinstance(trackers, list | tuple) else [trackers]:
-        if str(name).lower() in _TRUTHS:
-            raise ConfigError(
-                "swift.report_to must name trackers, as tensorboard or wandb",
-                got=f"report_to={name!r}, a truth value in YAML",
-                remedy="write report_to: none for no tracker",
-            )
-    deepspeed = arguments.get("deepspeed")
-    if deepspeed is not None and not _is_on(deepspeed):
-        raise ConfigError(
-            "swift.deepspeed must be zero0 to zero3, a file or its content",
-            got=f"deepspeed={deepspeed!r}",
-            remedy="remove the key to train without DeepSpeed",
-        )
+    """Raises ConfigError: a truth value for a name, by which a run would end once its servers are up."""
+    for key, remedy in _NAMES.items():
+        value = arguments.get(key)
+        for name in value if isinstance(value, list | tuple) else [value]:
+            if str(name).lower() in _TRUTHS:
+                raise ConfigError(
+                    f"swift.{key} must be a name, no truth value", got=f"{key}={name!r}", remedy=remedy
+                )
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:
@@ -242,8 +238,6 @@ def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
             "weights",
             remedy="write save_strategy: best and remove it, for nothing after training uses them",
         )
-    if name == "truncated_ratio" and swift.get("greater_is_better", True) is not False:
-        raise ConfigError(f"{got} is better when it is lower", remedy="write greater_is_better: false")
 
 
 def require_metric(swift: Mapping[str, Any], of_task: Collection[str]) -> None:

@@ -1,7 +1,7 @@
 """A YAML file into plain Python values, and plain values back into YAML.
 
 Scalars follow YAML 1.2 (``1e-5`` is a number; ``off``, ``no`` and dates are text); PyYAML's own rules
-are those of 1.1. A key written twice and a tag are refused. Called by ``load_config``.
+are those of 1.1. A key written twice and a tag of another type are refused. Called by ``load_config``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,7 @@ from swift_stage2.whole_file import read_regular_text
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2, without tags and repeated keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if tag := getattr(event, "tag", None):
-            line = event.start_mark.line + 1
-            raise ConfigError(
-                f"line {line}: a value must stand without a YAML tag", got=f"tag={tag!r}", remedy="remove it"
-            )
-        return super().compose_node(parent, index)
+    """SafeLoader with the core schema of YAML 1.2, whose tags alone it knows; no key is repeated."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
@@ -73,6 +64,10 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first_characters
         )
+_CORE = ("bool", "null", "int", "float", "str", "seq", "map", "None")  # None refuses every other tag
+_Loader.yaml_constructors = {
+    tag: make for tag, make in _Loader.yaml_constructors.items() if str(tag).rpartition(":")[2] in _CORE
+}
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
@@ -103,8 +98,6 @@ def parse_yaml(text: str, name: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as exc:
         raise _syntax_error(exc).at(name) from exc
-    except RecursionError as exc:
-        raise ConfigError("values must be nested less deep", remedy="remove brackets", key=name) from exc
     except ConfigError as exc:
         raise exc.at(name) from exc
 

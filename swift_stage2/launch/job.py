@@ -40,10 +40,7 @@ class Job:
             for tree in reversed(self._trees):  # the learner first: it may be talking to a server
                 if tree.end(self._go_on):  # a second signal cuts its grace short
                     self.say(f"{tree.command.name} is killed before it has ended in order")
-            patience_s = 0.0 if self._signals.wants_haste else _LONGEST_STRAY_PATIENCE_S
-            left = end_descendants(patience_s, spare=self._spare)  # of supervisors that were killed
-            if left:
-                self.say(f"processes that SIGKILL did not end: {left}")
+            self.end_leftovers()
         finally:
             for follower in self._followers.values():
                 follower.close()
@@ -62,8 +59,9 @@ class Job:
 
     def end_leftovers(self) -> None:
         """Ends what supervisors that were killed have left of their trees, and nothing of a tree that runs."""
+        patience_s = 0.0 if self._signals.wants_haste else _LONGEST_STRAY_PATIENCE_S
         running = {tree.pid for tree in self._trees if tree.poll() is None}
-        if left := end_descendants(_LONGEST_STRAY_PATIENCE_S, spare=self._spare | running):
+        if left := end_descendants(patience_s, spare=self._spare | running):
             self.say(f"processes that SIGKILL did not end: {left}")
 
     def step(self) -> None:

@@ -19,8 +19,8 @@ from swift_stage2.config import (
 from swift_stage2.config.launch import Placement, check_devices
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
+from swift_stage2.runtime.environment import select_devices
 from swift_stage2.runtime.supervisor import Command
-from swift_stage2.runtime.visible_devices import select_devices
 
 EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"
 """Environment variable: where ``swift-stage2 train`` writes its exit status; torchrun replaces every failure by 1."""
@@ -272,7 +272,7 @@ def torchrun_command(
     nodes: Sequence[str] = (),
 ) -> Command:
     """``swift-stage2 WORDS`` in every rank of one machine; ``nodes`` are torchrun's options about others, if any."""
-    program = "torch.distributed.run" if nodes else "swift_stage2.runtime.loopback_torchrun"
+    program = "torch.distributed.run" if nodes else "swift_stage2.collectives"
     torchrun = ["-m", program, *nodes, f"--nproc-per-node={num_ranks}"]
     return Command(
         name=name,

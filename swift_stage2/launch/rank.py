@@ -1,42 +1,46 @@
 """One rank around its training: holds its run directory, begins where it may, and tells who started it how it ended.
 
 torchrun replaces every failure by 1. So a rank leaves its status and cause in a file whose room the launcher takes at
-the start, so that a full disk cannot hide its own name; and its cause for torchrun in the error file that it names.
+the start, so that a full disk cannot hide its own name.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import os
-import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import UserError, exit_status_of
+from swift_stage2.errors import ChannelBStarved, UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
-from swift_stage2.runtime.output import going_on, say
+from swift_stage2.runtime.output import going_on, print_error, say
 from swift_stage2.runtime.run_directory import hold_run_directory, resumed, written_directory
 
 _FAILED = 1
-_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _ROOM_BYTES = 4096
 _MOST_CHARACTERS = 1000  # of a cause; four bytes each at most
 
 
-def as_rank(work: Callable[[], int]) -> int:
-    """Returns what ``work`` does, and leaves its status, and the cause if it raised, for who started this rank."""
+def as_rank(command: str, work: Callable[[], int]) -> int:
+    """Returns what ``work`` does; its status, and the cause if it raised, are left for who started this rank.
+
+    The cause is also told as the last line of ``command``, but for the user's mistake, which is raised.
+    """
     status, cause = _FAILED, ""
     try:
         status = work()
-    except Exception as error:
-        status = exit_status_of(error)
-        cause = cause_of(error)
-        raise
+    except Exception as error:  # the top of a rank: what failed stands last, below all that was told
+        status, cause = exit_status_of(error), cause_of(error)
+        if isinstance(error, UserError):
+            raise
+        if not isinstance(error, ChannelBStarved):
+            traceback.print_exc()
+        print_error(command, cause)
     finally:
         _leave(status, cause)
     return status
@@ -74,10 +78,6 @@ def _leave(status: int, cause: str) -> None:
             if not file.read().strip():
                 file.seek(0)
                 file.write(words.encode(errors="backslashreplace"))
-    if cause and (path := os.environ.get(_TORCHRUN_FILE)):
-        extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": cause, "extraInfo": extra}}))
 
 
 def train_rank(config: Stage2Config, *, resume: bool) -> int:

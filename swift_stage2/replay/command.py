@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from swift_stage2.compat import ENVIRONMENT_NAMES, installed_versions
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
@@ -19,7 +20,6 @@ from swift_stage2.launch.rank import as_rank, end_left_in
 from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.runtime.run_directory import claim_directory
-from swift_stage2.runtime.surroundings import ENVIRONMENT_NAMES, installed_versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run_dir.resolve().is_relative_to(output.resolve()):
         raise UserError("--output must not hold the run itself", got=output, remedy="name another directory")
     if "RANK" in os.environ:
-        return as_rank(lambda: _be_rank(run_dir, output))
+        return as_rank("replay", lambda: _be_rank(run_dir, output))
     return _start_ranks(read_run(run_dir), output)
 
 

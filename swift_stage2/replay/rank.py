@@ -23,15 +23,15 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.checks.channel_b_parts import make_task
 from swift_stage2.checks.samples import usable_samples
 from swift_stage2.collectives import ControlGroup, join_control_group, leave_job, together
+from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
 from swift_stage2.learner import StepDecision
 from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
-from swift_stage2.run import Decider, Stage2Run, progress_watch
+from swift_stage2.run import Decider, Stage2Run
 from swift_stage2.runtime.output import say_beside_bar
-from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.facade import Telemetry
@@ -270,7 +270,6 @@ def _start_replay(
         None,
         given.logging_steps,
         record_start=lambda **_: None,
-        watch=progress_watch(config, telemetry, None),
         saves_checkpoints=False,
     )
 

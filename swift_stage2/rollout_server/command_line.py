@@ -26,11 +26,11 @@ from swift_stage2.checks.model import check_checkpoint, recorded_plugins
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError, without_list
 from swift_stage2.rollout_server.engine import Engine, EngineState
+from swift_stage2.runtime.environment import require_known_accelerator, require_visible_devices
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.runtime.output import exit_at_once, print_error
 from swift_stage2.runtime.parser import CommandParser, whole_number
 from swift_stage2.runtime.supervisor import adopt_orphans, end_descendants, supervise_this_program
-from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
 
 if TYPE_CHECKING:

@@ -1,12 +1,31 @@
-"""Work on threads that nobody waits for: calls that may block past every limit, and failures told by the next step."""
+"""Threads beside the main one: calls that may block past every limit, failures told by the next step, hung rounds.
+
+The main thread, which keeps a round's deadlines, can itself be stuck in a gather that a failed rank never joined, or in
+a call to a device. Both release the GIL, so another thread can log every stack and leave (``RoundWatch``).
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+from swift_stage2.errors import WeightSyncHang
+
+EXIT_HANG = 70
+
+_TICK_S = 0.5
+_CLEAN_UP_S = 45.0  # closing a run may take 30 s for its pipeline alone
+_LAST_WORDS_S = 10.0  # logs may be on a disk that hangs as well
 
 logger = logging.getLogger(__name__)
 
@@ -94,3 +113,84 @@ class BackgroundFailures:
         self.note(args.thread.name if args.thread else "unknown", args.exc_value or args.exc_type())
         if self._hook_before is not None:
             self._hook_before(args)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a thread is at; replaced by another whenever it goes on to the next thing."""
+
+    what: str
+    """Who does what, as a sentence without its end."""
+    since_s: float = field(default_factory=time.monotonic)
+
+
+def thread_stacks() -> str:
+    """The stack of every thread, innermost call last, under its name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+@contextmanager
+def hung_round_ends_process() -> Iterator[None]:
+    """A ``WeightSyncHang`` is logged, and ends this process with status 70 after 45 s, however far its clean-up is."""
+    try:
+        yield
+    except WeightSyncHang as hang:
+        # Told here, and with an end of its own: what follows is clean-up of others beside a thread that is stuck.
+        logger.error("a round hung and cannot be taken back: %s", hang)
+        timer = threading.Timer(_CLEAN_UP_S, os._exit, (EXIT_HANG,))
+        timer.daemon = True
+        timer.start()
+        raise
+
+
+class RoundWatch:
+    """Counts from ``begin`` to the next one, or to the end of a context of it.
+
+    It counts waits of its own: a process that was stopped meanwhile has not spent its time. ``on_hang``
+    gets what did not end, and returns what else is known of it; ``leave`` ends the process.
+    """
+
+    def __init__(
+        self, limit_s: float, on_hang: Callable[[str], str], leave: Callable[[int], object] = os._exit
+    ) -> None:
+        self._num_ticks = math.ceil(limit_s / _TICK_S)
+        self._limit_s = limit_s
+        self._on_hang = on_hang
+        self._leave = leave
+        self._ended = threading.Event()
+
+    def __enter__(self) -> RoundWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def begin(self, what: str, is_over: Callable[[], bool] = lambda: False) -> None:
+        """``what`` has the whole limit from now on, or until it ``is_over``; what was watched before has ended."""
+        self._ended.set()
+        ended = self._ended = threading.Event()
+        threading.Thread(
+            target=self._run, args=(what, ended, is_over), name="round-watch", daemon=True
+        ).start()
+
+    def _run(self, what: str, ended: threading.Event, is_over: Callable[[], bool]) -> None:
+        for _ in range(self._num_ticks):
+            if ended.wait(_TICK_S) or is_over():
+                return
+        BackgroundCall(lambda: self._tell(what), "the last words of a round that hangs").ended_within(
+            _LAST_WORDS_S
+        )
+        self._leave(EXIT_HANG)
+
+    def _tell(self, what: str) -> None:
+        hang = f"{what} did not end within {self._limit_s:g} s"
+        logger.error("a sync round hung and cannot be taken back: %s\n%s", hang, thread_stacks())
+        logger.error("a sync round hung and cannot be taken back: %s", self._on_hang(hang))
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()

@@ -21,7 +21,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from swift_stage2.runtime.watches import Standing
 from swift_stage2.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
@@ -141,9 +140,6 @@ class PipelineActivity(StrEnum):
     """All of an evaluation's part, its POSTs included."""
 
 
-_OF_ANY_LENGTH = (Activity.STARTING, Activity.EVALUATING, Activity.OTHER)
-
-
 class ActivityClock(IntervalClock[Activity]):
     """The main thread's, which alone switches it; it starts in ``STARTING``."""
 
@@ -151,8 +147,6 @@ class ActivityClock(IntervalClock[Activity]):
         self, now_ns: Callable[[], int] = time.perf_counter_ns, on_closed: OnClosed | None = None
     ) -> None:
         super().__init__(Activity.STARTING, now_ns, on_closed)
-        self.standing: Standing | None = None
-        """The main thread is at this; None in activities that nobody can call too long."""
 
     def switch(self, activity: Activity | str) -> Activity:
         """As every clock does.
@@ -160,10 +154,7 @@ class ActivityClock(IntervalClock[Activity]):
         Raises:
             ValueError: ``activity`` is none of ``Activity``.
         """
-        following = Activity(activity)
-        ended = super().switch(following)
-        self.standing = None if following in _OF_ANY_LENGTH else Standing(f"the main thread is {following}")
-        return ended
+        return super().switch(Activity(activity))
 
     @contextmanager
     def activity(self, activity: Activity | str) -> Iterator[None]:

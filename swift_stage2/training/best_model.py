@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from swift_stage2.errors import ConfigError
 from swift_stage2.run import Stage2Run
-from swift_stage2.runtime.watches import hung_round_ends_process
+from swift_stage2.runtime.background import hung_round_ends_process
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.telemetry.events import Evaluation
 

@@ -21,9 +21,9 @@ from swift_stage2.compat import (
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
 from swift_stage2.run import Stage2Run
+from swift_stage2.runtime.background import EXIT_HANG
 from swift_stage2.runtime.checkpoints import is_storage_failure
 from swift_stage2.runtime.output import going_on, say
-from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.telemetry.summary import share_of_b
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def train(
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     with going_on("train", "loading ms-swift"):
         from swift_stage2.checks.channel_b_parts import make_task
-        from swift_stage2.checks.swift_parsing import check_load, parse_swift_arguments
+        from swift_stage2.checks.swift_parsing import parse_swift_arguments
         from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
@@ -71,8 +71,6 @@ def train(
         arguments = parse_swift_arguments(config.swift_arguments())
         # Plugins are there now; a name that none of them registers need not wait for the model.
         make_task(config)
-        if arguments.attn_impl is not None:
-            check_load(arguments)
         if config.b_enabled:
             keep_buffers_exact()
         with going_on("train", "loading the model"):

@@ -28,10 +28,10 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime import checkpoints
+from swift_stage2.runtime.background import hung_round_ends_process
 from swift_stage2.runtime.checkpoints import whole_checkpoint
 from swift_stage2.runtime.output import going_on
 from swift_stage2.runtime.run_directory import hold_run_directory
-from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.runtime.worker import StopOnSignal
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.training import losses

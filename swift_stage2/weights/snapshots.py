@@ -16,7 +16,7 @@ from functools import partial
 from swift_stage2.collectives import ControlGroup, LastWords
 from swift_stage2.config import ROUND_MARGIN_S
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.runtime.watches import RoundWatch
+from swift_stage2.runtime.background import RoundWatch
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CudaCopyStream
 from swift_stage2.weights.export import WeightExport

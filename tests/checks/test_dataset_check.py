@@ -13,7 +13,7 @@ from PIL import Image
 
 from swift_stage2.checks.checks import check_data
 from swift_stage2.data.survey import survey
-from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.errors import DatasetError
 
 SIZE = (40, 30)
 
@@ -64,10 +64,7 @@ def objects(refs: list[str], boxes: list[Any]) -> dict[str, Any]:
 BAD_LINES = [
     '{"messages": [',
     "not json",
-    "[1]",
-    "{}",
     '{"messages": []}',
-    '{"messages": "hello"}',
     '{"messages": [{"role": "user", "content": "Detect."}]}',
     '{"messages": ["hello"]}',
 ]
@@ -75,20 +72,14 @@ BAD_ROWS = [
     {"objects": None},
     objects(["cat", "dog"], [[1, 2, 3, 4]]),
     objects(["cat"], [[1, 2, 3]]),
-    objects(["cat"], [7]),
     objects(["cat"], [[5, 2, 3, 4]]),
     objects([""], [[1, 2, 3, 4]]),
     objects(["cat"], []),
     objects([], []),
     objects(["cat"], [[0, 0, 40.5, 30]]),
-    objects(["cat"], [[0, 0, 40, 31]]),
-    objects(["cat"], [[50, 0, 60, 10]]),
     {"images": ["/nowhere/b.png"]},
     {"images": [7]},
-    {"images": [None]},
-    {"images": [""]},
     {"images": [{"bytes": "x"}]},
-    {"images": [["nested"]]},
 ]
 CASES: dict[str, list[Any]] = {line: [{}, line] for line in BAD_LINES}
 CASES |= {name_of(changes): [{}, changes] for changes in BAD_ROWS}
@@ -110,13 +101,6 @@ def test_a_good_file_passes_blank_lines_included_and_the_configuration_says_whic
     path = _write(tmp_path, row, {"messages": prose, "images": row["images"]})
     assert "write empty lists for an image without objects" in _refusal(path)
     check_datasets({"dataset": str(path)}, rows_without_objects="channel_a_only")
-
-
-@pytest.mark.parametrize("content", [b"", b"GIF", b"this is no picture", b"\x89PNG\r\n\x1a\n"])
-def test_an_unreadable_image_is_named(tmp_path: Path, row: dict[str, Any], content: bytes) -> None:
-    (tmp_path / "b.png").write_bytes(content)
-    path = _write(tmp_path, row | {"images": [str(tmp_path / "b.png")]})
-    assert "rows.jsonl:1: an image must be a readable picture, got b.png: " in _refusal(path)
 
 
 def test_images_may_be_one_path_or_records_and_relative(
@@ -157,25 +141,11 @@ def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(
 
 
 @pytest.mark.parametrize("key", ["dataset", "val_dataset"])
-@pytest.mark.parametrize(
-    "name", ["absent.jsonl", "absent.jsonl#7", "absent.csv", "./absent", "/nowhere/rows"]
-)
+@pytest.mark.parametrize("name", ["absent.jsonl#7", "/nowhere/rows"])
 def test_a_missing_file_is_told_with_its_key_and_path(key: str, name: str) -> None:
     with pytest.raises(DatasetError) as refused:
         check_datasets({key: [name]})
     assert str(refused.value).startswith(f"swift.{key} must name files that exist, got {key}={name!r}; ")
-
-
-@pytest.mark.parametrize(
-    "value", [5, 0, 1.5, True, False, {"a": 1}, {}, [5], [None], [True], [["a.jsonl"]], [""]]
-)
-@pytest.mark.parametrize(("key", "example"), [("dataset", "train.jsonl"), ("val_dataset", "val.jsonl")])
-def test_what_is_no_path_is_told_with_what_to_write(key: str, example: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_datasets({key: value})
-    assert str(refused.value) == (
-        f"swift.{key} must be a path or a list of paths, got {key}={value!r}; write {key}: [{example}]"
-    )
 
 
 def test_a_folder_is_refused_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

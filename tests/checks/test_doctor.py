@@ -88,8 +88,6 @@ def test_a_good_configuration_is_green_with_every_rule_and_its_numbers(
     }.items():
         assert report.verdict(check) == "ok", report.row(check)
         assert told in report.row(check)["found"]
-    silent = [row["found"] for row in report.findings if row["check"] == "checked as well"]
-    assert {"ports", "validation set", "model directory"} < set(", ".join(silent).split(", "))
     assert not (tmp_path / "new").exists(), "what was tried is gone"
 
 
@@ -136,7 +134,6 @@ ELSEWHERE = {
             "warning",
             "remove them",
         ),
-        ({}, 0, "server 0", "warning", "start the server there"),
     ],
 )
 def test_what_needs_no_model_is_told(
@@ -158,15 +155,13 @@ def test_what_needs_no_model_is_told(
     assert told in row["found"] + row["fix"]
 
 
-def test_a_server_must_answer_when_it_is_asked_and_its_name_must_be_known(
-    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_do_not_answer_are_told_one_by_one(configure: Configure, doctor: Doctor) -> None:
     urls = (f"http://127.0.0.1:{free_port()}", "http://no-such-host.invalid:8000")
     report = doctor(configure(*urls, swift__model="/nowhere/m"), "--live")
-    for index, told in enumerate(("start the server there", "make the name no-such-host.invalid known")):
+    for index, told in enumerate(("start the server there", "name or address that this machine knows")):
         row = report.row(f"server {index}")
         assert row["verdict"] == "failed"
-        assert told in row["fix"]
+        assert told in row["found"]
 
 
 @pytest.mark.parametrize(

@@ -100,24 +100,3 @@ def test_a_picture_without_the_tag_is_sent_as_it_is(tmp_path: Path) -> None:
         assert without_orientation(content) is content
     upright = Path(_save(tmp_path / "upright.jpg", 1)).read_bytes()
     assert without_orientation(upright) is upright
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"Exif", b"\xff\xd8Exif\0\0", b"GIF89aExif", b"RIFF\0\0\0\0WEBPEXIF"]
-)
-def test_what_is_no_picture_is_left_to_the_server(content: bytes) -> None:
-    assert without_orientation(content) is content
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "CMYK"])
-def test_other_kinds_of_pixels_stay_what_ms_swift_makes_of_them(tmp_path: Path, mode: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
-    Image.effect_noise(SIZE, 60).convert("RGB").convert(mode).save(path, exif=exif.tobytes())
-    content = path.read_bytes()
-    sent = without_orientation(content)
-    assert sent is not content
-    with Image.open(io.BytesIO(sent)) as image, Image.open(path) as stored:
-        assert image.getexif().get(0x0112) is None
-        assert image.convert("RGB").tobytes() == stored.convert("RGB").tobytes()

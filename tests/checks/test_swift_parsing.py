@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-import yaml
 from real_model import STAGE1
 from swift.arguments import RolloutArguments
 
@@ -20,7 +15,6 @@ from swift_stage2.config import ServerEngine, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo import tiny_template
 from swift_stage2.errors import ConfigError
-from swift_stage2.training import sft, stage2_trainer
 
 PLUGIN = Path(tiny_template.__file__)
 
@@ -119,72 +113,3 @@ def test_arguments_are_checked_without_a_model(argv: list[str], told: str) -> No
         refuse_unreadable(argv)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-# --- what transformers will load --------------------------------------------------------------------------
-
-TINY = {
-    "model": str(STAGE1),
-    "model_type": "stage2_tiny_vl",
-    "template": "stage2_tiny_vl",
-    "external_plugins": [str(PLUGIN)],
-    "torch_dtype": "float32",
-    "use_cpu": True,
-    "check_model": False,
-}
-
-
-@pytest.mark.parametrize("attention", ["flash_attn", "flash_attention_2", "flex_attention", "nonsense"])
-def test_a_rank_refuses_an_attention_that_cannot_be_before_it_loads_the_model(
-    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "[]"}], '
-        '"objects": {"ref": [], "bbox": []}}\n'
-    )
-    swift = TINY | {"attn_impl": attention, "dataset": [str(rows)], "output_dir": str(tmp_path)}
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0}}}))
-    monkeypatch.setattr(stage2_trainer, "Stage2Sft", None)
-    with pytest.raises(ConfigError, match=f"got attn_impl={attention} "):
-        sft.train(load_config(file))
-
-
-def loading(attention: str, **changes: Any) -> Any:
-    """Arguments by which transformers would make a model with this attention."""
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
-    return SimpleNamespace(
-        **{
-            "get_model_processor": lambda **_: (model, None),
-            "model": "m",
-            "attn_impl": attention,
-            "use_cpu": False,
-            "torch_dtype": torch.bfloat16,
-            "training_args": SimpleNamespace(mixed_precision="no"),
-            **changes,
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("attention", "changes", "loads"),
-    [
-        ("flash_attention_2", {}, True),
-        ("flash_attention_2", {"torch_dtype": torch.float32}, False),
-        (
-            "flash_attention_2",
-            {"torch_dtype": torch.float32, "training_args": SimpleNamespace(mixed_precision="bf16")},
-            True,
-        ),
-        ("flash_attention_2", {"use_cpu": True}, False),
-        ("kernels-community/flash-attn2", {"torch_dtype": torch.float32}, False),
-        ("sdpa", {"torch_dtype": torch.float32, "use_cpu": True}, True),
-    ],
-)
-def test_flash_attention_needs_half_precision_and_a_gpu(
-    attention: str, changes: dict[str, Any], loads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    with nullcontext() if loads else pytest.raises(ConfigError, match="needs float16 or bfloat16 on a GPU"):
-        swift_parsing.check_load(loading(attention, **changes))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -47,23 +45,6 @@ def test_a_progress_bar_is_thinned_and_its_end_is_kept(log: Path) -> None:
     follower.pump()
     follower.close()
     assert shown == ["[learner] step 0", "[learner] step 500"]
-
-
-def test_of_a_quiet_job_only_what_goes_on_is_shown(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put, flush=lambda: None))
-    servers = ["b"]
-    with going_on("train", lambda: f"waiting for {servers[0]}", moments_s=(0.0, 0.01)):
-        first = said.get(timeout=60)
-        servers[0] = "a"
-        while "for a" not in (last := said.get(timeout=60)):
-            pass
-    shown: list[str] = []
-    follower = LogFollower(log, "learner", shown.append, only=SAID)
-    append(log, b"Train:   0%| | 0/4" + first.encode() + b"\n")  # a bar leaves its line open
-    append(log, b"swift-stage2 train: error: no\nother\n" + last.encode() + b"\n")
-    follower.close()
-    assert shown == ["[learner] waiting for b … 0 s", "[learner] waiting for a … 0 s"]
 
 
 def test_what_is_over_at_once_is_not_told_and_of_several_ranks_the_first_tells(

@@ -369,15 +369,6 @@ def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(la
     assert running.output.count("started server0") == 3
 
 
-def test_a_signal_while_a_server_waits_for_its_restart_ends_everything(launch: Launch) -> None:
-    running = launch(learner=["run"], restart={"policy": "on_failure", "backoff_s": 3600.0})
-    running.wait_until_up()
-    kill_server(running, 1)
-    running.wait_for("it is started again in 3600 s")
-    running.stop()
-    assert running.output.count("started server0") == 1
-
-
 @pytest.mark.slow
 def test_a_restart_does_not_come_up_beside_another_process_on_its_port(launch: Launch) -> None:
     running = launch(learner=["run"], restart={"policy": "on_failure", "max_restarts": 1, "backoff_s": 1.0})

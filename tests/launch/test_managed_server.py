@@ -51,17 +51,8 @@ def test_a_stock_server_waits_for_its_port_and_says_so_once(
     assert server.has_started is not is_stock
 
 
-def test_a_server_that_fails_is_restarted_unless_that_is_not_wanted() -> None:
-    assert restart_delay_s(RestartConfig(), 137, 0) == 5.0
+def test_restarts_follow_a_failure_alone_are_bounded_and_their_delay_doubles() -> None:
+    config = RestartConfig(max_restarts=3, backoff_s=2.0)
+    assert [restart_delay_s(config, 137, number) for number in range(5)] == [2.0, 4.0, 8.0, None, None]
+    assert restart_delay_s(config, 0, 0) is None
     assert restart_delay_s(RestartConfig(policy=RestartPolicy.NEVER), 137, 0) is None
-
-
-def test_an_orderly_end_is_no_failure() -> None:
-    assert restart_delay_s(RestartConfig(), 0, 0) is None
-
-
-@pytest.mark.parametrize("status", [1, 2, 137])
-def test_restarts_are_bounded_and_their_delay_doubles(status: int) -> None:
-    config = RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0)
-    delays = [restart_delay_s(config, status, number) for number in range(5)]
-    assert delays == [2.0, 4.0, 8.0, None, None]

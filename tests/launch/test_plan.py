@@ -11,7 +11,7 @@ from builders import config_of
 
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPart, LaunchPlan, plan_launch
+from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPart, plan_launch
 
 OUTER = {
     "PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "NPROC_PER_NODE": "8",
@@ -34,7 +34,7 @@ def servers(*entries: dict[str, Any]) -> dict[str, Any]:
 def test_the_learner_is_torchrun_with_our_grace() -> None:
     plan = plan_launch(config(launch=servers({"devices": [2]})), Path("/c/run.yaml"), OUTER)
     argv = plan.learner.argv
-    assert argv[:4] == (sys.executable, "-u", "-m", "swift_stage2.runtime.loopback_torchrun")
+    assert argv[:4] == (sys.executable, "-u", "-m", "swift_stage2.collectives")
     assert "--nproc-per-node=2" in argv
     assert plan.learner.environment["PET_SHUTDOWN_TIMEOUT"] == "77"
     assert argv[-4:] == ("-m", "swift_stage2", "train", "/c/run.yaml")
@@ -84,12 +84,6 @@ def test_a_device_that_launch_cannot_give_is_refused(visible: str, device: int |
         plan_launch(
             config(launch=servers({"devices": [device]})), Path("run.yaml"), {"CUDA_VISIBLE_DEVICES": visible}
         )
-
-
-def test_no_devices_means_no_gpu() -> None:
-    plan = plan_launch(config(launch={"servers": [{}]}), Path("run.yaml"), OUTER)
-    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
 NO_VLLM_GRAPHS = {"vllm_enforce_eager": True}
@@ -213,14 +207,6 @@ def test_the_examples_for_eight_gpus_give_every_gpu_to_one_process(name: str) ->
     assert sorted(devices) == list("01234567")
 
 
-def test_a_merger_started_again_needs_weights() -> None:
-    entry = {"merge": True, "upstream_port": 8100}
-    (planned,) = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers
-    server, merger = planned.commands(again=True)
-    assert server == planned.command
-    assert merger.argv == (*planned.commands()[1].argv, "--needs-weights")
-
-
 SEVERAL = {"nnodes": 2, "nproc_per_node": 8, "rdzv_endpoint": "learner-0:29400"}
 
 
@@ -292,26 +278,3 @@ def test_devices_are_numbered_host_by_host(
             plan()
     else:
         plan()
-
-
-@pytest.mark.parametrize(
-    ("engine", "is_refused"), [("vllm", False), ("transformers", False), ("swift", True)]
-)
-def test_a_device_may_be_shared_by_its_number_and_its_name(engine: str, is_refused: bool) -> None:
-    """The configuration cannot see that they are one device."""
-    server = {"engine": engine, "devices": ["GPU-a"], "args": {"vllm_gpu_memory_utilization": 0.4}}
-    launch = {"servers": [server], "learner": {"devices": [0]}, "share_devices": True}
-    wanted = config(launch=launch)
-
-    def plan() -> LaunchPlan:
-        return plan_launch(wanted, Path("run.yaml"), {"CUDA_VISIBLE_DEVICES": "GPU-a"})
-
-    if is_refused:
-        with pytest.raises(
-            ConfigError, match=r"over NCCL, .* device GPU-a for the learner's rank 0 and servers\[0\]"
-        ):
-            plan()
-    else:
-        planned = plan()
-        for command in (planned.learner, planned.servers[0].command):
-            assert command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a"

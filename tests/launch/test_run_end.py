@@ -53,10 +53,7 @@ def test_without_a_validation_set_here_there_is_nothing_to_evaluate(
     run_dir: Path, swift: dict[str, object]
 ) -> None:
     assert [*next_commands(run_dir, swift)] == [f"last checkpoint: {run_dir / 'checkpoint-10'}"]
-
-
-def test_a_run_without_a_checkpoint_says_nothing(tmp_path: Path) -> None:
-    assert [*next_commands(tmp_path, {})] == []
+    assert [*next_commands(run_dir / "checkpoint-10", swift)] == [], "without a checkpoint nothing is said"
 
 
 @pytest.mark.parametrize("folder", [".", "v1-20260101"])

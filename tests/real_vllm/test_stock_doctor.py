@@ -23,7 +23,7 @@ def config(stock: ServerProcess, tmp_path: Path, rows_file: Path, monkeypatch: p
 
 def test_a_stock_server_is_green_twice_in_a_row(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {
-        "who answers": "stock swift rollout",
+        "server 0": "stock swift rollout",
         "prompts": "images as the model sees them: 140x112",
     }
     check_live_twice(config, capsys, texts)

@@ -1,8 +1,7 @@
-"""Threads that get stuck are told of, and a rank that is stuck inside a sync round ends within a stated time."""
+"""A rank that is stuck inside a sync round ends within a stated time."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -14,83 +13,8 @@ import pytest
 from torch.distributed import TCPStore
 from two_rank_hang import TIMEOUT_S
 
-from swift_stage2.runtime import watches
-from swift_stage2.runtime.watches import EXIT_HANG, ProgressWatch, RoundWatch, Standing
-from swift_stage2.telemetry.timing import Activity, ActivityClock
-
-LIMIT_S = 10.0
-
-
-class Stalls:
-    def __init__(self) -> None:
-        self.told: list[tuple[str, float]] = []
-        self.met = threading.Event()
-
-    def __call__(self, what: str, seconds: float) -> None:
-        self.told.append((what, seconds))
-        self.met.set()
-
-
-def test_the_same_thing_is_told_after_twice_the_time_again() -> None:
-    stalls, standing = Stalls(), Standing("it waits", 100.0)
-    who = {"idle": lambda: None, "it": lambda: standing}
-    watch = ProgressWatch(who, limit_s=LIMIT_S, on_stall=stalls)
-    for now_s in range(100, 160):
-        watch.look(float(now_s))
-    assert stalls.told == [("it waits", 10.0), ("it waits", 20.0), ("it waits", 40.0)]
-
-
-def test_the_next_thing_has_the_whole_time_again() -> None:
-    stalls, at = Stalls(), {"it": Standing("it waits", 100.0)}
-    watch = ProgressWatch({"it": lambda: at["it"]}, limit_s=LIMIT_S, on_stall=stalls)
-    watch.look(110.0)
-    at["it"] = Standing("it waits", 111.0)
-    watch.look(120.0)
-    assert len(stalls.told) == 1
-    watch.look(121.0)
-    assert stalls.told[1:] == [("it waits", 10.0)]
-
-
-def test_the_log_holds_the_stack_of_the_thread_that_waits(caplog: pytest.LogCaptureFixture) -> None:
-    stalls, release = Stalls(), threading.Event()
-
-    def wait_for_what_never_comes() -> None:
-        release.wait(60)
-
-    thread = threading.Thread(target=wait_for_what_never_comes, name="the-one-that-hangs")
-    thread.start()
-    watch = ProgressWatch({"it": lambda: Standing("it waits", 0.0)}, limit_s=0.0, on_stall=stalls)
-    try:
-        with caplog.at_level(logging.ERROR):
-            watch.start()
-            assert stalls.met.wait(30)
-    finally:
-        watch.stop()
-        release.set()
-        thread.join(30)
-    assert not any(thread.name == "progress-watch" for thread in threading.enumerate())
-    text = caplog.messages[0]
-    assert text.startswith("no progress: it waits for ")
-    assert "thread the-one-that-hangs:" in text
-    assert "in wait_for_what_never_comes" in text
-
-
-@pytest.mark.parametrize("activity", list(Activity))
-def test_the_main_thread_stands_at_its_activity_unless_that_may_last(activity: Activity) -> None:
-    clock = ActivityClock()
-    assert clock.standing is None
-    clock.switch(activity)
-    first = clock.standing
-    clock.state_dict()
-    assert clock.standing is first, "looking is no progress"
-    if activity in (Activity.STARTING, Activity.EVALUATING, Activity.OTHER):
-        assert first is None
-        return
-    assert first is not None
-    assert first.what == f"the main thread is {activity}"
-    clock.switch(activity)
-    assert clock.standing is not first
-
+from swift_stage2.runtime import background
+from swift_stage2.runtime.background import EXIT_HANG, RoundWatch
 
 PATIENCE_S = 60.0
 _PROGRAM = Path(__file__).parents[1].joinpath("two_rank_hang.py")
@@ -145,7 +69,7 @@ def test_a_main_thread_that_blocks_for_ever_ends_both_with_the_cause() -> None:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    monkeypatch.setattr(watches, "_TICK_S", 0.01)
+    monkeypatch.setattr(background, "_TICK_S", 0.01)
     return []
 
 
@@ -189,7 +113,7 @@ def test_a_watch_can_serve_the_next_round(left: list[int], caplog: pytest.LogCap
 def test_last_words_that_cannot_be_said_delay_the_end_no_longer_than_their_limit(
     left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(background, "_LAST_WORDS_S", 0.05)
     is_left, let_go = threading.Event(), threading.Event()
     try:
         with RoundWatch(

@@ -63,37 +63,18 @@ def test_another_number_of_ranks_is_told_before_any_rank_reads_its_own(tmp_path:
         checkpoints.read_state(str(tmp_path), rank=1, world_size=2, step=40)
 
 
-def test_a_checkpoint_that_is_written_over_cannot_be_resumed_meanwhile(tmp_path: Path) -> None:
-    _write(tmp_path)
-    (tmp_path / "trainer_state.json").write_text("{}")
-    checkpoints.void_older(str(tmp_path))
-    assert not (tmp_path / "trainer_state.json").exists()
-    checkpoints.void_older(str(tmp_path / "none yet"))
-
-
-SPOILT: list[dict[str, Any]] = [
-    {"format": 1},
-    {"state": None},
-    {"state": "text"},
-    {"a_batches_in_epoch": None},
-    {"a_batches_in_epoch": "17"},
-]
-
-
 @pytest.mark.parametrize(
-    "content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"', "{}", *SPOILT], ids=str
+    "content", ["", "[]", {"format": 1}, {"state": "text"}, {"a_batches_in_epoch": "17"}], ids=str
 )
-@pytest.mark.parametrize("name", ["stage2_rank0.json", "stage2_rankx.json"])
-def test_an_unreadable_or_stray_file_or_one_of_another_form_is_named(
-    tmp_path: Path, name: str, content: str | dict[str, Any]
+def test_an_unreadable_file_or_one_of_another_form_is_named(
+    tmp_path: Path, content: str | dict[str, Any]
 ) -> None:
     _write(tmp_path)
-    (path := tmp_path / "stage2_rank0.json").rename(tmp_path / name)
-    whole = json.loads((tmp_path / name).read_text())
-    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(whole | content))
-    named = rf"cannot read .*{name}: .*; resume from another checkpoint"
+    path = tmp_path / "stage2_rank0.json"
+    whole = json.loads(path.read_text())
+    path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
+    named = r"cannot read .*stage2_rank0\.json: .*; resume from another checkpoint"
     with pytest.raises(ConfigError, match=named):
         checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
-    if name == path.name:
-        with pytest.raises(ConfigError, match=named):
-            checkpoints.read_a_batches(str(tmp_path), 0)
+    with pytest.raises(ConfigError, match=named):
+        checkpoints.read_a_batches(str(tmp_path), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import filelock
 import pytest
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.runtime import run_directory as run_lock
 from swift_stage2.runtime.run_directory import RANK_0, hold_run_directory, is_held
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
@@ -137,12 +135,6 @@ def test_a_lock_ends_with_its_owner_whatever_forked_children_outlive_it(tmp_path
         owner.communicate(timeout=_DEADLINE_S)
 
 
-def test_of_many_that_start_at_once_one_goes_on(start: Start) -> None:
-    words = [each.word() for each in [start(RANK_0) for _ in range(6)]]
-    assert words.count("held") == 1
-    assert all(word == "held" or "one run at a time" in word for word in words)
-
-
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -152,18 +144,6 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ):
         raise AssertionError("it was let in")
     assert not is_held(file)
-
-
-def test_a_disk_that_is_full_is_told_of_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_whole(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run_lock, "write_whole", write_whole)
-    with pytest.raises(ConfigError, match=r"must be a writable directory, got .*No space left"):
-        hold_run_directory(tmp_path).__enter__()
-    assert not is_held(tmp_path)
 
 
 def test_the_process_that_holds_it_enters_again(tmp_path: Path, start: Start) -> None:
