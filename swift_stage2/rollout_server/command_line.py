@@ -120,12 +120,12 @@ def serve(command: ServerCommand) -> NoReturn:
 
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:
-    from swift_stage2.rollout_server.routes import RolloutService, create_app
+    from swift_stage2.rollout_server.routes import RolloutService
     from swift_stage2.servers.http_app import HttpServer
 
     engine = command.start_engine()
-    service = RolloutService(engine, command.group_bind or command.host, command.weights_root)
-    server = HttpServer(create_app(service, command.api_key, command.limits), service.end_work)
+    service = RolloutService(engine, command.group_bind or command.host, command.weights_root, command.limits)
+    server = HttpServer(service.app(command.api_key), service.end_work)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
     watcher = threading.Thread(

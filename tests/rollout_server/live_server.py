@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from swift_stage2 import demo, wire
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.rollout_server.routes import RolloutService, create_app
+from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
@@ -112,10 +112,10 @@ def serve(
     weights_root: Path | None = None,
 ) -> Iterator[RunningServer]:
     """A server with a service of its own on port 0, in a thread, for as long as the context lasts."""
-    service = RolloutService(engine, weights_root=weights_root)
+    service = RolloutService(engine, weights_root=weights_root, limits=limits)
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = HttpServer(create_app(service, api_key, limits), service.end_work)
+    uvicorn_server = HttpServer(service.app(api_key), service.end_work)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
