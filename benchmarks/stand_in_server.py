@@ -172,7 +172,7 @@ class StandInEngine(TransformersRolloutEngine):
         with self._changed:
             self._running = tuple(each for each in self._running if each is not job)
             self._changed.notify_all()
-        self._book.finish(job, job.completion(stamp, row))
+        self._finish(job, job.completion(stamp, row))
 
 
 class StockWeights:

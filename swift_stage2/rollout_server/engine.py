@@ -1,7 +1,7 @@
 """The base of every rollout engine: its thread, its state, its open jobs, and the records that it takes and gives.
 
 An engine owns the model and orders whatever touches it; callers hold futures. A job may be ended by an encoder thread,
-the engine's thread, an abort or the shutdown; ``JobBook`` decides who was first. Nothing here knows HTTP or torch. An
+the engine's thread, an abort or the shutdown: the first decides. Nothing here knows HTTP or torch. An
 engine of another kind is one subclass in a file of its own and an entry in ``command_line.ENGINES``.
 """
 
@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,42 +96,6 @@ class GenerationJob:
         )
 
 
-class JobBook:
-    """All jobs that have not ended."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: set[GenerationJob] = set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, jobs: Iterable[GenerationJob]) -> None:
-        with self._lock:
-            self._open.update(jobs)
-
-    def open_jobs(self) -> list[GenerationJob]:
-        with self._lock:
-            return list(self._open)
-
-    def finish(self, job: GenerationJob, completion: Completion) -> None:
-        """Answers the job, unless it has ended."""
-        if self._strike(job):
-            job.future.set_result(completion)
-
-    def fail(self, job: GenerationJob, error: Exception) -> None:
-        """Fails the job, unless it has ended."""
-        if self._strike(job):
-            let_go_of_frames(error)
-            job.future.set_exception(error)
-
-    def _strike(self, job: GenerationJob) -> bool:
-        with self._lock:
-            was_open = job in self._open
-            self._open.discard(job)
-            return was_open
-
-
 def let_go_of_frames(error: BaseException | None) -> None:
     """A failure's frames hold pictures or weights, and what holds the failure: a ring that only the collector opens."""
     seen: set[int] = set()  # an exception may be its own cause
@@ -150,14 +115,6 @@ class InstalledWeights:
     loaded: tuple[str, ...]
     arrived: Mapping[str, str]
     resident: Mapping[str, str]
-
-
-class InstallFault(StrEnum):
-    """Faults of the load that tests switch on, to see whether a proof shows them."""
-
-    NONE = "none"
-    SKIP_COPY = "skip_copy"
-    FLIP_ELEMENT = "flip_element"
 
 
 class EngineState(StrEnum):
@@ -192,9 +149,8 @@ class Engine(ABC):
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.install_fault = InstallFault.NONE
         self.stamp = WeightStamp()
-        self._book = JobBook()
+        self._open: set[GenerationJob] = set()
         self._manifest: tuple[TensorSpec, ...] = ()
         self._state, self._detail = EngineState.LOADING, ""
         self._loaded = threading.Event()
@@ -209,7 +165,7 @@ class Engine(ABC):
         state, detail = self._state, self._detail
         if state in (EngineState.LOADING, EngineState.READY) and (ailment := self._ailment()):
             state, detail = EngineState.BROKEN, ailment
-        num_open = len(self._book)
+        num_open = len(self._open)
         num_running = min(num_open, self._num_running())
         return EngineStatus(
             state,
@@ -228,7 +184,7 @@ class Engine(ABC):
 
     def abort(self, *, only_abortable: bool = False) -> int:
         """Ends all that is open, or what an install may end; completions say ``abort``. Returns how many."""
-        asked = [job for job in self._book.open_jobs() if job.request.may_abort or not only_abortable]
+        asked = [job for job in tuple(self._open) if job.request.may_abort or not only_abortable]
         for job in asked:
             job.abort()
         return len(asked)
@@ -236,7 +192,7 @@ class Engine(ABC):
     def settle(self, timeout_s: float, given_up: threading.Event) -> int:
         """Waits for the jobs that are open now; how many are left, in time or when their caller has ``given_up``."""
         end = time.monotonic() + timeout_s
-        waiting = {job.future for job in self._book.open_jobs()}
+        waiting = {job.future for job in tuple(self._open)}
         while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
             waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
         return len(waiting)
@@ -318,9 +274,9 @@ class Engine(ABC):
         if self._state is not EngineState.BROKEN:
             self._state, self._detail = state, detail
         self._refuse_work()
-        for job in self._book.open_jobs():
+        for job in tuple(self._open):
             if state is EngineState.BROKEN or not self._hands_over(job):
-                self._book.fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
+                self._fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
             job.abort()
 
     @abstractmethod
@@ -331,8 +287,21 @@ class Engine(ABC):
     def _hands_over(self, job: GenerationJob) -> bool:
         """Whether a job that is aborted now will still be answered."""
 
+    def _finish(self, job: GenerationJob, completion: Completion) -> None:
+        """Answers the job, unless it has ended."""
+        self._open.discard(job)
+        with suppress(InvalidStateError):
+            job.future.set_result(completion)
+
     def _finish_unstarted(self, job: GenerationJob) -> None:
-        self._book.finish(job, job.completion(self.stamp))
+        self._finish(job, job.completion(self.stamp))
+
+    def _fail(self, job: GenerationJob, error: Exception) -> None:
+        """Fails the job, unless it has ended."""
+        self._open.discard(job)
+        let_go_of_frames(error)
+        with suppress(InvalidStateError):
+            job.future.set_exception(error)
 
     def _run_to_the_end(self) -> None:
         try:

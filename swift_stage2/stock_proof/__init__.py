@@ -1,9 +1,7 @@
 """Checksums for the unmodified ``swift rollout``, and for ms-swift's own trainers that push weights to it.
 
 prove_weights   the file for ``--external_plugins``, of ``swift rollout`` and of ``swift rlhf`` alike   PLUGIN
-├── sums_server   in the server: the worker extension by name, one route, one answer of all engines
-│   └── sums_worker   in vLLM's workers: ms-swift's extension, which notes what it takes
-│       └── load_record   what one worker took and where it is held; what all of them say together
+├── sums_server   in the server: the worker extension by name (our engine's), one route, one answer of all engines
 └── sums_client   in a trainer of ms-swift's: its client sums what it sends, and asks after every push
 """
 

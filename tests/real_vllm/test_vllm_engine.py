@@ -26,13 +26,13 @@ from test_weight_sync import Learner
 from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.transport import DiskTransport
 
 DEADLINE_S = 120.0
 # At this temperature the tiny model never ends its turn before the limit.
+K_PROJ = "model.language_model.layers.1.self_attn.k_proj.weight"  # one of three in vLLM's parameter
 ENDLESS = {"temperature": 2.0, "seed": 3, "max_tokens": 900}
 
 
@@ -42,16 +42,22 @@ def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running_server(weights_root: Path) -> Iterator[RunningServer]:
-    with engine_here(weights_root) as server:
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write into it what the worker's loader shall do; the next test finds a sound one."""
+    return tmp_path_factory.mktemp("faults") / "fault"
+
+
+@pytest.fixture(scope="module")
+def running_server(weights_root: Path, fault: Path) -> Iterator[RunningServer]:
+    with engine_here(weights_root, fault=fault) as server:
         yield server
 
 
 @pytest.fixture
-def server(running_server: RunningServer) -> Iterator[RunningServer]:
+def server(running_server: RunningServer, fault: Path) -> Iterator[RunningServer]:
     """The shared server; a round that a test left open, or weights it left unproven, are cleared up."""
     yield running_server
-    running_server.engine.install_fault = InstallFault.NONE
+    fault.unlink(missing_ok=True)
     running_server.engine.abort()
     if running_server.state() != "serving":
         LearnerRound(running_server, load_learner()).run()
@@ -179,20 +185,20 @@ def test_a_proof_names_every_tensor_as_resident_also_those_that_vllm_fuses(serve
     assert list(answer.token_ids) == hugging_face_answer(learner, answer.prompt_token_ids, 12, picture(70))
 
 
-@pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
+@pytest.mark.parametrize("how", [f"drop {K_PROJ}", "flip"])
 def test_unchanged_and_wrong_weights_are_caught_by_checksums(
-    server: RunningServer, learner: Learner, fault: InstallFault
+    server: RunningServer, learner: Learner, fault: Path, how: str
 ) -> None:
     assert learner.push().proven == (0,)
     with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
         for parameter in learner.module.parameters():
             parameter.view(-1)[0] += 1e-6
-    server.engine.install_fault = fault
+    fault.write_text(how)
     outcome = learner.push()
     assert outcome.failed == (0,)
     assert "resident checksum" in str(outcome.reports[0].error) or "canary" in str(outcome.reports[0].error)
     assert server.post_infer([text_request()]).status_code == 409  # and the server itself refuses too
-    server.engine.install_fault = InstallFault.NONE
+    fault.unlink()
     assert learner.push().proven == (0,)
 
 

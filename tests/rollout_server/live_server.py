@@ -24,6 +24,7 @@ from swift_stage2 import demo, wire
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.rollout_server.routes import RolloutService
+from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
@@ -208,6 +209,16 @@ class LearnerRound:
         self.close()
         assert reply.status_code == 200, reply.text
         return WeightProof.from_json(reply.json())
+
+
+def skip_copy(*_: Any) -> None:
+    """In the place of ``engine.copy``: a load that changes nothing."""
+
+
+def flip_element(parameters: Any, weights: Any) -> None:
+    """A load with one wrong element."""
+    copy_weights(parameters, weights)
+    next(iter(parameters.values())).view(-1)[0] += 1
 
 
 def snapshot_of(export: WeightExport, identity: WeightIdentity) -> SnapshotFile:

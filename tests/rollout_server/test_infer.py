@@ -286,7 +286,7 @@ def test_a_caller_that_goes_away_does_not_keep_the_server_busy(
     with socket.create_connection((address.host, address.port), CALL_TIMEOUT_S) as caller:
         caller.sendall((head + body).encode())
         assert stopped.wait(CALL_TIMEOUT_S)
-        (job,) = server.engine._book.open_jobs()
+        (job,) = server.engine._open
     wait_for(lambda: job.aborted)
     go_on.set()
     assert len(job.future.result(CALL_TIMEOUT_S).token_ids) == 2

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from live_server import (
     LearnerRound,
     RunningServer,
+    flip_element,
     image_request,
     load_learner,
     picture,
+    skip_copy,
     text_request,
 )
 from test_infer import hugging_face_answer
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.wire import WeightProof, WeightWay
 
@@ -48,21 +51,19 @@ def test_a_round_installs_proves_and_stamps(server: RunningServer) -> None:
     assert (info["weight_version"], info["run_id"], info["state"]) == (round_.version, "run-1", "serving")
 
 
-@pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
-def test_a_load_that_lies_is_visible_in_the_proof_and_never_serves(
-    server: RunningServer, fault: InstallFault
-) -> None:
+@pytest.mark.parametrize("fault", [skip_copy, flip_element])
+def test_a_load_that_lies_is_visible_in_the_proof_and_never_serves(server: RunningServer, fault: Any) -> None:
     learner = load_learner(seed=3)
-    server.engine.install_fault = fault
+    server.engine.copy = fault
     proof = LearnerRound(server, learner).run()
     expected = own_checksums(learner)
     assert proof.arrived == expected
     wrong = [name for name in expected if proof.resident[name] != expected[name]]
-    assert len(wrong) == (1 if fault is InstallFault.FLIP_ELEMENT else len(expected))
+    assert len(wrong) == (1 if fault is flip_element else len(expected))
     refused = server.post_infer([text_request()])
     assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
     assert server.state() == "unproven"
-    server.engine.install_fault = InstallFault.NONE
+    server.engine.copy = copy_weights
     assert LearnerRound(server, learner).run().resident == expected
     assert server.state() == "serving"
 
@@ -137,12 +138,12 @@ def test_a_server_of_another_dtype_casts_what_has_arrived_and_shows_it_as_reside
 ) -> None:
     """Here the learner is the one in half precision; a load that does nothing is seen all the same."""
     learner = load_learner(seed=9).bfloat16()
-    for fault, is_held in ((InstallFault.NONE, True), (InstallFault.FLIP_ELEMENT, False)):
-        server.engine.install_fault = fault
+    for fault, is_held in ((copy_weights, True), (flip_element, False)):
+        server.engine.copy = fault
         proof = LearnerRound(server, learner).run()
         assert proof.arrived == own_checksums(learner)
         assert (proof.resident == proof.arrived) is is_held
-    server.engine.install_fault = InstallFault.NONE
+    server.engine.copy = copy_weights
     LearnerRound(server, learner).run()
     for name, parameter in server.engine.generator.model.named_parameters():
         assert torch.equal(parameter, learner.get_parameter(name).float()), name

@@ -142,7 +142,7 @@ def test_a_rollout_cut_by_an_install_goes_on_with_the_new_weights(server: Runnin
             assert stopped.wait(CALL_TIMEOUT_S)
             new.push()
             installing = thread.submit(new.install, on_pending="resume")
-            wait_for(lambda: all(job.aborted for job in server.engine._book.open_jobs()))
+            wait_for(lambda: all(job.aborted for job in tuple(server.engine._open)))
             go_on.set()
             (part,) = asker.outcome().partial
             assert installing.result(CALL_TIMEOUT_S).status_code == 200

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
+from live_server import (
+    MODEL,
+    RunningServer,
+    flip_element,
+    free_port,
+    image_request,
+    load_learner,
+    skip_copy,
+    train_a_little,
+)
 from weight_updates import make_updates, mark_suspect
 
 from swift_stage2.config import Proof
-from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
 from swift_stage2.weights.proof import CanaryAnswer
@@ -110,9 +119,9 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
 
     try:
         told = [proof(next(server.versions)) for _ in range(5)]
-        server.engine.install_fault = InstallFault.FLIP_ELEMENT
+        server.engine.copy = flip_element
         told.append(proof(next(server.versions)))
-        server.engine.install_fault = InstallFault.NONE
+        server.engine.copy = copy_weights
         told += [proof(next(server.versions)) for _ in range(2)]
         mark_suspect(sync, 0)
         told.append(proof(next(server.versions)))
@@ -159,7 +168,7 @@ def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
     assert learner.push().proven == (0,)
     with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
         next(learner.module.parameters()).view(-1)[0] += 1e-6
-    server.engine.install_fault = InstallFault.SKIP_COPY
+    server.engine.copy = skip_copy
     outcome = learner.push()
     assert outcome.failed == (0,)
     assert "resident checksum" in str(outcome.reports[0].error)
