@@ -24,7 +24,7 @@ from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
-    from swift_stage2.rollout_server.weight_source import OfferedWeights
+    from swift_stage2.rollout_server.weight_source import WeightSource
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
@@ -201,7 +201,7 @@ class Engine(ABC):
         """Empties what was computed with the weights, once all has settled that was submitted before; False if not."""
         return not self.settle(timeout_s, given_up)
 
-    def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str] | None:
+    def sum_arrived(self, weights: WeightSource) -> Mapping[str, str] | None:
         """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
 
         Raises:
@@ -222,7 +222,7 @@ class Engine(ABC):
     @abstractmethod
     def install(
         self,
-        weights: OfferedWeights,
+        weights: WeightSource,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None,

@@ -31,7 +31,7 @@ from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
-    from swift_stage2.rollout_server.weight_source import OfferedWeights
+    from swift_stage2.rollout_server.weight_source import WeightSource
 
 _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
@@ -85,7 +85,7 @@ class TransformersRolloutEngine(Engine):
                 self._finish_unstarted(job)
         return num_asked
 
-    def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str]:
+    def sum_arrived(self, weights: WeightSource) -> Mapping[str, str]:
         try:
             sums = checksums_by_name(weights.tensors)
         except RuntimeError as error:
@@ -99,15 +99,16 @@ class TransformersRolloutEngine(Engine):
 
     def install(
         self,
-        weights: OfferedWeights,
+        weights: WeightSource,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None,
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
         assert arrived is not None
+        tensors = weights.tensors
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights.tensors, arrived, stamp)).future
+            future = self._queue.put_task(lambda: self._copy_weights(tensors, arrived, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             if has_begun := not future.cancel():

@@ -32,7 +32,7 @@ from swift_stage2.rollout_server.vllm_weights import Report, combine
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
-    from swift_stage2.rollout_server.weight_source import OfferedWeights
+    from swift_stage2.rollout_server.weight_source import WeightSource
 
 _MAX_SHOWN = 5
 _POLL_S = 0.02
@@ -84,7 +84,7 @@ class VllmRolloutEngine(Engine):
 
     def install(
         self,
-        weights: OfferedWeights,
+        weights: WeightSource,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None,

@@ -21,8 +21,6 @@ from swift_stage2.errors import EngineUnavailable, InstallFailed, ProtocolError,
 from swift_stage2.rollout_server.engine import Engine, WeightStamp, let_go_of_frames
 from swift_stage2.rollout_server.weight_source import (
     DiskFile,
-    FilledSource,
-    OfferedWeights,
     WeightSource,
     compare_manifests,
     listen,
@@ -43,7 +41,6 @@ from swift_stage2.wire import (
 )
 
 _log = logging.getLogger(__name__)
-_GIVEN_UP_POLL_S = 0.25
 _JOIN_TIMEOUT_S = 2.0
 _LEAST_INSTALL_S = 0.1
 
@@ -80,11 +77,11 @@ class WeightSlot:
         self._incarnation = incarnation
         self._host = host
         self._weights_root = weights_root
-        self._offering = threading.Lock()  # one offer at a time, each within seconds
         self._memory: MemoryFile | None = None
         """For weights that must be copied, kept so that its pages stay mapped."""
-        self._writer: FilledSource | None = None  # that fills it, or did
+        self._writer: WeightSource | None = None  # that fills it, or did
         self._changed = threading.Condition()  # its lock guards all below
+        self._is_offering = False
         self._offered: WeightSource | None = None
         self._installing: WeightSource | None = None
         self._proof: WeightProof | None = None
@@ -122,15 +119,28 @@ class WeightSlot:
     def offer(self, offer: WeightOffer) -> OfferAnswer:
         """Has weights lie here, or come, in the place of those that were offered before.
 
+        An install for which weights still come ends; one that may copy already is waited for.
+
         Raises:
             WeightsRefused: other tensors than the model's, or weights on a disk without a ``weights_root``.
-            InstallFailed: the address cannot be listened on, the file is not there, or there is no memory.
+            InstallFailed: the address cannot be listened on, the file is not there, there is no memory, or the install
+                before does not end in time.
             ProtocolError: a snapshot of these tensors has not so many bytes.
             EngineUnavailable: the server is shutting down.
         """
         compare_manifests(self._engine.manifest(), offer.manifest)
-        with self._offering:
-            self._put(None)
+        with self._changed:
+            if self._installing is not None and self._gate is None:
+                self._installing.close()
+            if not self._changed.wait_for(self._is_idle, offer.timeout_s):
+                raise InstallFailed("the install before this offer must end within its time")
+            self._require_running()
+            self._is_offering = True
+            before, self._offered = self._offered, None
+        source: WeightSource | None = None
+        try:
+            if before is not None:
+                _let_go(before)
             match offer.way:
                 case WeightWay.SHARED_MEMORY:
                     source, answer = self._map(offer)
@@ -138,9 +148,13 @@ class WeightSlot:
                     source, answer = self._read_disk(offer)
                 case WeightWay.STREAM:
                     source, answer = self._open_stream(offer)
-            if source is not None:
-                self._put(source)
             return answer
+        finally:
+            with self._changed:
+                self._is_offering, self._offered = False, source
+                self._changed.notify_all()
+                if self._closed and source is not None:
+                    source.close()
 
     def install(self, wanted: InstallRequest, given_up: threading.Event) -> WeightProof:
         """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
@@ -155,17 +169,11 @@ class WeightSlot:
         """
         end, name = time.monotonic() + wanted.timeout_s, (wanted.run_id, wanted.version)
         with self._changed:
-            proof = self._proof
-            if proof is not None and (proof.run_id, proof.version) == name and not self._is_offered(name):
-                return proof
-            while self._is_offered(name) and (self._installing is not None or self._engine.is_copying):
-                self._require_wanted(given_up)
-                if (left_s := end - time.monotonic()) <= 0:
-                    raise InstallFailed("the install before this one must end within its time")
-                self._changed.wait(min(left_s, _GIVEN_UP_POLL_S))
             self._require_wanted(given_up)
-            offered = self._offered
-            if offered is None or not self._is_offered(name):
+            proof, offered = self._proof, self._offered
+            if offered is None or offered.name != name:
+                if proof is not None and (proof.run_id, proof.version) == name:
+                    return proof
                 raise WeightsRefused(
                     RefusalReason.NO_WEIGHTS,
                     f"weights must be offered before they are installed, got version={wanted.version} of run "
@@ -195,23 +203,13 @@ class WeightSlot:
             source.close()
 
     # --- offers, one at a time ------------------------------------------------------------------
-    def _put(self, source: WeightSource | None) -> None:
-        """In the place of what was offered before, and of what is still on its way to an install."""
-        with self._changed:
-            is_closed, awaited = self._closed, self._installing if self._gate is None else None
-            if not is_closed:
-                source, self._offered = self._offered, source
-        if awaited is not None:
-            awaited.close()
-        if source is not None:
-            _let_go(source)
-        if is_closed:
-            self._require_running()
+    def _is_idle(self) -> bool:
+        return self._closed or not (self._is_offering or self._installing)
 
     def _map(self, offer: WeightOffer) -> tuple[WeightSource | None, OfferAnswer]:
         assert offer.path is not None
         try:
-            source = WeightSource(offer, OfferedWeights(open_learner_memory(offer.path), offer))
+            source = WeightSource(offer, open_learner_memory(offer.path))
         except (OSError, ProtocolError) as error:
             # Without the path, which differs from run to run.
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -235,10 +233,9 @@ class WeightSlot:
         answer = OfferAnswer(True, f"listening for weights on port {offer.port}", stream.secret)
         return self._filled(offer, offer.num_bytes, stream), answer
 
-    def _filled(self, offer: WeightOffer, num_bytes: int, origin: WeightListener | DiskFile) -> FilledSource:
+    def _filled(self, offer: WeightOffer, num_bytes: int, origin: WeightListener | DiskFile) -> WeightSource:
         """Has a thread fill memory of our own: that of the offer before, unless somebody may still write or read it."""
-        is_used = self._installing is not None or self._engine.may_read
-        if self._writer is not None and (is_used or not self._writer.join(0)):
+        if self._engine.may_read or not (self._writer is None or self._writer.join(0)):
             self._memory = None
         try:
             if self._memory is None or self._memory.num_bytes != num_bytes:
@@ -247,20 +244,15 @@ class WeightSlot:
         except OSError as error:
             origin.close()
             raise InstallFailed(f"the server has no memory to receive weights into: {error}") from error
-        self._writer = FilledSource(self._memory, offer, origin)
+        self._writer = WeightSource(offer, self._memory.reopened(), self._memory.memory, origin)
         return self._writer
 
     # --- installs, one at a time ----------------------------------------------------------------
-    def _is_offered(self, name: tuple[str, int]) -> bool:
-        if self._offered is None:
-            return False
-        return (self._offered.offer.run_id, self._offered.offer.version) == name
-
     def _install(
         self, offered: WeightSource, wanted: InstallRequest, end: float, given_up: threading.Event
     ) -> WeightProof:
-        weights = offered.collect(end - time.monotonic(), given_up)
-        arrived = self._engine.sum_arrived(weights)
+        offered.collect(end - time.monotonic(), given_up)
+        arrived = self._engine.sum_arrived(offered)
         with self._shut_gate():
             if wanted.aborts:
                 self._engine.abort(only_abortable=True)
@@ -273,7 +265,7 @@ class WeightSlot:
                 )
             stamp, left_s = WeightStamp(wanted.version, wanted.run_id), end - time.monotonic()
             try:
-                installed = self._engine.install(weights, stamp, max(_LEAST_INSTALL_S, left_s), arrived)
+                installed = self._engine.install(offered, stamp, max(_LEAST_INSTALL_S, left_s), arrived)
             except BaseException as error:
                 if not isinstance(error, InstallFailed) or error.torn:
                     self._conclude(None)

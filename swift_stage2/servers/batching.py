@@ -2,7 +2,6 @@
 
 Jobs with equal keys leave together, oldest first; a task (anything that needs the engine to itself) leaves
 alone, in its turn: no job overtakes it. The only wait is ``take``'s, and it ends when the queue is closed.
-Used by our server's engines, whose jobs are single requests, and by the merger, whose jobs are whole POSTs.
 """
 
 from __future__ import annotations
@@ -49,35 +48,16 @@ class ExclusiveTask:
 class BatchQueue(Generic[JobT]):
     """Waiting jobs and tasks. ``expect`` announces jobs that are being prepared, so that a batch waits for
     them; ``gather_s`` is how long a batch waits for jobs of other callers after the latest arrival, and
-    ``max_gather_s`` bounds both waits. ``size_of`` says how much of ``max_batch_size`` a job takes; a job
-    that is larger than a whole batch leaves alone."""
+    ``max_gather_s`` bounds both waits."""
 
-    def __init__(
-        self,
-        *,
-        max_batch_size: int,
-        gather_s: float = 0.004,
-        max_gather_s: float = 1.0,
-        size_of: Callable[[JobT], int] = lambda job: 1,
-    ) -> None:
+    def __init__(self, *, max_batch_size: int, gather_s: float = 0.004, max_gather_s: float = 1.0) -> None:
         self._max_batch_size = max_batch_size
-        self._size_of = size_of
         self._gather_s = gather_s
-        self._enough_jobs: int | None = None
         self._max_gather_s = max_gather_s
         self._changed = threading.Condition()
         self._waiting: deque[JobT | ExclusiveTask] = deque()
         self._num_expected = 0
         self._closed = False
-
-    def __len__(self) -> int:
-        with self._changed:
-            return self._num_expected + sum(not isinstance(item, ExclusiveTask) for item in self._waiting)
-
-    @property
-    def num_tasks(self) -> int:
-        with self._changed:
-            return sum(isinstance(item, ExclusiveTask) for item in self._waiting)
 
     def expect(self, num_jobs: int) -> None:
         """Announces jobs; each must end in ``put(job, expected=True)`` or ``withdraw()``.
@@ -134,25 +114,14 @@ class BatchQueue(Generic[JobT]):
                 return head
             return self._pop_batch(head.key)
 
-    def set_patience(self, gather_s: float, enough_jobs: int) -> None:
-        """From the next batch on: how long it waits after an arrival, and how many jobs it does not wait beyond."""
-        with self._changed:
-            self._gather_s = gather_s
-            self._enough_jobs = enough_jobs
-
-    def clear(self) -> list[JobT | ExclusiveTask]:
-        """Takes everything out that waits, and returns it; the queue goes on."""
-        with self._changed:
-            left = list(self._waiting)
-            self._waiting.clear()
-            return left
-
     def close(self) -> list[JobT | ExclusiveTask]:
         """Ends ``take`` and returns what nobody will run. Later puts raise."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            return self.clear()
+            left = list(self._waiting)
+            self._waiting.clear()
+            return left
 
     def _gather(self) -> None:
         end = time.monotonic() + self._max_gather_s
@@ -168,27 +137,19 @@ class BatchQueue(Generic[JobT]):
 
     def _may_grow(self) -> bool:
         """Whether what is still to come could join the jobs that wait: not behind a task, nor beyond the limit."""
-        if not self._waiting or any(isinstance(item, ExclusiveTask) for item in self._waiting):
-            return False
-        if self._enough_jobs is not None and len(self._waiting) >= self._enough_jobs:
-            return False
-        size = sum(self._size_of(item) for item in self._waiting if not isinstance(item, ExclusiveTask))
-        return size < self._max_batch_size
+        is_behind_task = any(isinstance(item, ExclusiveTask) for item in self._waiting)
+        return not is_behind_task and 0 < len(self._waiting) < self._max_batch_size
 
     def _pop_batch(self, key: Hashable) -> list[JobT]:
         batch: list[JobT] = []
         left: deque[JobT | ExclusiveTask] = deque()
-        size = 0
         is_behind_task = False
         for item in self._waiting:
             if isinstance(item, ExclusiveTask):
                 is_behind_task = True
                 left.append(item)
-                continue
-            fits = not batch or size + self._size_of(item) <= self._max_batch_size
-            if item.key == key and fits and not is_behind_task:
+            elif item.key == key and len(batch) < self._max_batch_size and not is_behind_task:
                 batch.append(item)
-                size += self._size_of(item)
             else:
                 left.append(item)
         self._waiting = left

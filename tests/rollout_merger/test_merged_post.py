@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from live_merger import infer_body
 
 from swift_stage2.errors import ProtocolError
-from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, mergeable, split
+from swift_stage2.rollout_server.merged_post import InferBody, SeedLayout, merge, mergeable, split
 from swift_stage2.servers.infer_wire import parse_infer_reply
 
 

@@ -19,7 +19,7 @@ from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.vllm_weights import LoadRecord, Report
-from swift_stage2.rollout_server.weight_source import OfferedWeights, WeightSource, open_learner_memory
+from swift_stage2.rollout_server.weight_source import WeightSource, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
 from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
@@ -103,7 +103,7 @@ def arrived(number: int = 1) -> WeightSource:
     snapshot.describe(identity)
     file = SharedFile(bytes(snapshot.file.memory), LENT)
     offer = WeightOffer("run", number, MANIFEST, WeightWay.SHARED_MEMORY, path=file.file.path)
-    source = WeightSource(offer, OfferedWeights(open_learner_memory(file.file.path), offer))
+    source = WeightSource(offer, open_learner_memory(file.file.path))
     file.close()
     return source
 
@@ -113,7 +113,7 @@ def install(
 ) -> None:
     """A round's last part; afterwards nothing of the round is kept."""
     try:
-        engine.install(source.collect(WAIT_S, NOBODY_LEAVES), stamp, timeout_s, None)
+        engine.install(source, stamp, timeout_s, None)
     finally:
         source.close()
         source.join(WAIT_S)

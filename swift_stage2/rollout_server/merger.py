@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from swift_stage2 import wire
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault, UpstreamLost, UpstreamTimeout
-from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, mergeable, split
+from swift_stage2.rollout_server.merged_post import InferBody, SeedLayout, merge, mergeable, split
 from swift_stage2.servers.call import Answer, ServerHttp
 from swift_stage2.servers.http_app import BodyLimit, attend, failed_requests, make_app
 from swift_stage2.servers.infer_wire import most_infer_bytes
@@ -34,20 +34,11 @@ _log = logging.getLogger(__name__)
 _POSTS_REMEMBERED = 8
 _UPLOAD_TIMEOUT_S = 60.0
 
-GET_PATHS = (wire.WORLD_SIZE, wire.STATE_KEYS, wire.WEIGHT_SUMS)
-POST_PATHS = (
-    wire.WEIGHT_SUMS,
-    wire.ENGINE_TYPE,
-    wire.INIT_COMMUNICATOR,
-    wire.UPDATE_FLATTENED_PARAMS,
-    wire.UPDATE_NAMED_PARAM,
-    "/update_adapter_flattened_param/",
-    "/update_adapter_param/",
-    wire.PROCESS_WEIGHTS,
-    wire.RESET_PREFIX_CACHE,
-    wire.RESET_ENCODER_CACHE,
-    wire.RESET_MM_CACHE,
-    wire.CLOSE_COMMUNICATOR,
+_GET_PATHS = (wire.WORLD_SIZE, wire.STATE_KEYS, wire.WEIGHT_SUMS)
+_POST_PATHS = (
+    *(wire.WEIGHT_SUMS, wire.ENGINE_TYPE),
+    *(wire.INIT_COMMUNICATOR, wire.UPDATE_FLATTENED_PARAMS, wire.PROCESS_WEIGHTS, wire.CLOSE_COMMUNICATOR),
+    *(wire.RESET_PREFIX_CACHE, wire.RESET_ENCODER_CACHE, wire.RESET_MM_CACHE),
 )
 
 
@@ -88,38 +79,33 @@ class Merger:
         self._patience_s = 0.0
         self._num_callers: deque[int] = deque(maxlen=_POSTS_REMEMBERED)
         self._waiting: list[WaitingCall] = []
-        self._uploads: set[asyncio.Future[None]] = set()
+        self._uploads: set[asyncio.Event] = set()  # of /infer/ bodies: set once they are queued, or refused
         self._changed = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._is_closed = self._has_answered = False
-        self._last: dict[str, Any] | None = None  # how the latest call to the server ended
-        self._running: dict[str, Any] | None = None
-        self._num_posts = self._num_requests = 0
+        self._status = "untried"  # or "ok" or "lost": how the latest call to the server ended
+        self._running: str | None = None  # its path
+        self._num_posts = 0
         # Apart: the calls that settle and load weights must not wait for rollouts.
         self._bodies, self._control_bodies = (BodyLimit(self.limits.body_bytes) for _ in range(2))
 
     def app(self, api_key: str | None) -> FastAPI:
         """Stock's paths. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-        table: dict[tuple[str, str], Callable[..., Any]] = {
-            ("POST", wire.INFER): self._infer,
-            **{("GET", path): self._control for path in GET_PATHS},
-            **{("POST", path): self._control for path in POST_PATHS},
-        }
+        table: dict[tuple[str, str], Callable[..., Any]] = {("POST", wire.INFER): self._infer}
+        for method, paths in (("GET", _GET_PATHS), ("POST", _POST_PATHS)):
+            table |= {(method, path): self._control for path in paths}
         return make_app(table, self._health, api_key)
 
     def health(self) -> dict[str, Any]:
-        """The server's last call, and how much waits; never waits for the server."""
-        status = "untried" if self._last is None else "ok" if self._last["answered"] else "lost"
+        """How the server's last call ended, and how much waits; never waits for the server."""
         num_parts = sum(call.body is not None for call in self._waiting)
         return {
-            "status": "needs_weights" if self.needs_weights and status != "lost" else status,
+            "status": "needs_weights" if self.needs_weights and self._status != "lost" else self._status,
             "upstream": self.upstream.base_url,
-            "last_call": self._last,
             "running": self._running,
             "num_waiting": num_parts,
             "num_waiting_control": len(self._waiting) - num_parts,
             "num_posts": self._num_posts,
-            "num_requests": self._num_requests,
         }
 
     def close(self) -> None:
@@ -135,28 +121,30 @@ class Merger:
         return JSONResponse(body, 200 if body["status"] in ("ok", "untried") else 503)
 
     async def _infer(self, request: Request) -> Response:
-        arrival = asyncio.get_running_loop().create_future()
-        self._uploads.add(arrival)
-        async with AsyncExitStack() as room:  # until it is answered: what is queued is as large
-            try:
-                raw = await room.enter_async_context(self._bodies.body(request))
+        arrived = asyncio.Event()
+        self._uploads.add(arrived)
+        try:
+            async with self._bodies.body(request) as raw:  # until it is answered: what is queued is as large
                 part = await asyncio.to_thread(self._read, raw)
                 if isinstance(part, Response):
                     return part
                 content = {"body": part} if isinstance(part, InferBody) else {"raw": part}
                 call = self._put(WaitingCall("POST", wire.INFER, **content))
-            finally:
-                self._uploads.discard(arrival)
-                arrival.set_result(None)
-            return await self._answer(call, request)
+                arrived.set()
+                return await self._answer(call, request)
+        finally:
+            arrived.set()
+            self._uploads.discard(arrived)
 
     async def _control(self, request: Request) -> Response:
         # A request that began to arrive before this call is queued before it: its caller may have given up meanwhile,
         # and counts on this call to come back only when nothing of it can start any more.
         earlier = tuple(self._uploads)
         async with self._control_bodies.body(request) as raw:
-            if earlier:
-                await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
+                    for upload in earlier:
+                        await upload.wait()  # deadline: the time-out around it
             call = self._put(WaitingCall(request.method, request.url.path, bytes(raw)))
             return await self._answer(call, request)
 
@@ -268,14 +256,15 @@ class Merger:
             )
         bodies = [call.body for call in calls if call.body is not None]
         if not bodies:
-            answers = [
-                await self._forward(calls[0].method, calls[0].path, calls[0].raw, wire.MOST_CONTROL_BYTES)
-            ]
+            (call,) = calls
+            answers = [await self._forward(call.method, call.path, call.raw, wire.MOST_CONTROL_BYTES)]
         else:
             num_requests = sum(len(body.requests) for body in bodies)
             raw = await asyncio.to_thread(merge, bodies)
-            most_bytes = most_infer_bytes(num_requests, bodies[0].max_tokens)
-            reply = await self._forward("POST", wire.INFER, raw, most_bytes, num_requests)
+            self._num_posts += 1
+            reply = await self._forward(
+                "POST", wire.INFER, raw, most_infer_bytes(num_requests, bodies[0].max_tokens)
+            )
             answers = [reply]
             if reply.is_good:
                 try:
@@ -294,39 +283,33 @@ class Merger:
                 call.answer.set_result(answer)
         self.needs_weights &= not (calls[0].path == wire.PROCESS_WEIGHTS and answers[0].is_good)
 
-    async def _forward(
-        self, method: str, path: str, raw: bytes, most_bytes: int, num_requests: int = 0
-    ) -> Answer:
+    async def _forward(self, method: str, path: str, raw: bytes, most_bytes: int) -> Answer:
         """Whatever the server answers, also an error status. Raises UpstreamLost or UpstreamTimeout."""
-        self._running = {"path": path, "num_requests": num_requests}
-        self._num_posts += num_requests > 0
-        self._num_requests += num_requests
-        was_lost = self.health()["status"] == "lost"
-        answered, detail = False, "cut"
+        self._running = path
+        before, now = self._status, "lost"
         try:
             reply = await self.upstream.call(
                 method, path, raw, timeout_s=self.timeout_s, most_bytes=most_bytes + len(raw)
             )
-            answered, detail = True, f"status {reply.status}"
+            now = "ok"
             return reply
         except ServerFault as fault:
-            answered, detail = fault.kind is FaultKind.UNUSABLE, str(fault)  # if it is, the server is there
-            if answered:
-                return _error_answer(fault)
             if fault.kind is FaultKind.LATE:
                 _log.warning("%s", fault)
                 raise UpstreamTimeout(f"{fault}; upstream_timeout_s={self.timeout_s:g}") from fault
-            if not was_lost:
-                _log.warning("the server is lost, or not there yet: %s", fault)
-            self.needs_weights |= self._has_answered
-            waiting, self._waiting = self._waiting, []
-            lost = UpstreamLost(detail)
-            self._fail(waiting, lost)
-            raise lost from fault
+            if fault.kind is not FaultKind.UNUSABLE:  # else the server is there
+                if before != "lost":
+                    _log.warning("the server is lost, or not there yet: %s", fault)
+                self.needs_weights |= self._has_answered
+                waiting, self._waiting = self._waiting, []
+                lost = UpstreamLost(str(fault))
+                self._fail(waiting, lost)
+                raise lost from fault
+            now = "ok"
+            return _error_answer(fault)
         finally:
-            self._running = None
-            self._last = {"path": path, "answered": answered, "detail": detail}
-            self._has_answered |= answered
+            self._status, self._running = now, None
+            self._has_answered |= now == "ok"
 
 
 def _error_answer(error: Exception) -> Answer:

@@ -10,14 +10,13 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
-from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.config.rules import variable_option, without_credentials
-from swift_stage2.errors import UserError
-from swift_stage2.rollout_merger.merged_post import SeedLayout
-from swift_stage2.rollout_merger.merger import Merger
-from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST, ServerConfig
+from swift_stage2.config.rules import variable_option
+from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.rollout_server.merged_post import SeedLayout
+from swift_stage2.rollout_server.merger import Merger
+from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 from swift_stage2.servers.call import ServerHttp
 from swift_stage2.servers.http_app import (
     HttpServer,
@@ -25,10 +24,9 @@ from swift_stage2.servers.http_app import (
     configure_logging,
     require_key,
 )
-from swift_stage2.servers.request_checks import add_limits, number_above_zero, read_limits
+from swift_stage2.servers.request_checks import add_limits, read_limits
 
 _log = logging.getLogger(__name__)
-_WAYS = ("http", "https")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,13 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: an upstream that is none, or an address that is taken or not this machine's.
     """
     arguments = _parse(argv)
-    _check_upstream(arguments)
+    try:
+        upstream = ServerConfig(base_url=arguments.upstream.rstrip("/"))
+    except ConfigError as error:
+        raise error.at("--upstream") from None
+    if (upstream.host, upstream.port) == (arguments.host, arguments.port):
+        raise UserError(
+            "the merger needs a port of its own", got=f"{upstream.port} for both", remedy="change --port"
+        )
     listener = bind(arguments.host, arguments.port)
     configure_logging()
     api_key = os.environ.get(arguments.api_key_env) or None
     require_key(listener, api_key, is_insecure=True)
     merger = Merger(
-        upstream=ServerHttp(arguments.upstream, api_key=api_key),
+        upstream=ServerHttp(upstream.base_url, api_key=api_key),
         max_batch_size=arguments.max_batch_size,
         layout=SeedLayout(arguments.data_parallel_size, arguments.async_engine),
         timeout_s=arguments.upstream_timeout_s,
@@ -70,7 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch-size", type=most, default=64, help="requests of one POST at most")
     parser.add_argument(
         "--upstream-timeout-s",
-        type=number_above_zero,
+        type=real_number("a number above 0"),
         default=600.0,
         help="deadline of one call to the server; longer than rollout.request_timeout_s",
     )
@@ -91,20 +96,3 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_limits(parser)
     return parser.parse_args(argv)
-
-
-def _check_upstream(arguments: argparse.Namespace) -> None:
-    url = arguments.upstream
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:  # no URL at all
-        host = port = None
-    if port is None or "@" in url or url.rstrip("/") not in (f"{way}://{parts.netloc}" for way in _WAYS):
-        raise UserError(
-            "--upstream must hold scheme, host and port only",
-            got=repr(without_credentials(url)),
-            remedy="write it like http://127.0.0.1:8000, and give the key in the variable that --api-key-env names",
-        )
-    if (host, port) == (arguments.host, arguments.port):
-        raise UserError("the merger needs a port of its own", got=f"{port} for both", remedy="change --port")
