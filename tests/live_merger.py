@@ -16,8 +16,7 @@ from fake_rollout_server import FakeRolloutServer, request
 from free_port import free_port as free_port
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.merged_post import SeedLayout
-from swift_stage2.rollout_server.merger import Merger
+from swift_stage2.rollout_server.merger import Merger, SeedLayout
 from swift_stage2.servers.call import ServerHttp
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits

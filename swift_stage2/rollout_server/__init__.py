@@ -11,7 +11,6 @@ routes        paths, statuses; engine + weights + who answers              Rollo
         ├── vllm_generator   ms-swift's GRPOVllmEngine
         └── vllm_weights     what the workers read and hold; in them, and in a stock server's: vllm_worker
 merge_command  one process in front of one stock server: the ranks' calls leave as one POST
-├── merger              stock's paths; one call to the server at a time, in the order of arrival
-└── merged_post         several /infer/ bodies into one, one reply into several (pure)
+└── merger              stock's paths; one call to the server at a time, in the order of arrival
 stock_program  stock ``swift rollout`` as ``launch`` starts it
 """
