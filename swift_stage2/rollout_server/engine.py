@@ -197,10 +197,6 @@ class Engine(ABC):
             waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
         return len(waiting)
 
-    def reset_prefix_cache(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """Empties what was computed with the weights, once all has settled that was submitted before; False if not."""
-        return not self.settle(timeout_s, given_up)
-
     def sum_arrived(self, weights: WeightSource) -> Mapping[str, str] | None:
         """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
 
@@ -210,14 +206,9 @@ class Engine(ABC):
         return None
 
     @property
-    def is_copying(self) -> bool:
-        """Whether an install that nobody waits for any more still reads its weights and writes the model."""
-        return False
-
-    @property
     def may_read(self) -> bool:
         """Whether somebody may still read the weights of an install that has ended."""
-        return self.is_copying
+        return False
 
     @abstractmethod
     def install(
@@ -230,7 +221,7 @@ class Engine(ABC):
         """Copies all tensors into the model, in its own dtypes, and empties what was computed with the old ones.
 
         All jobs have settled, and none comes meanwhile; later completions carry ``stamp``. ``arrived`` is what
-        ``sum_arrived`` has returned.
+        ``sum_arrived`` has returned. Installs are made one after another, also behind one that outlived its time.
 
         Raises:
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.

@@ -145,10 +145,11 @@ class RolloutService:
         return await loop.run_in_executor(self._texts, self._reply, jobs, call.return_details)
 
     async def _reset_prefix_cache(self, request: Request) -> dict[str, str]:
+        """Answers once all has ended that was asked before. Every install empties the caches, so they stay."""
         if earlier := tuple(self._arrived):  # what came before is submitted, and waited for, or refused
             await asyncio.wait(earlier, timeout=_LOOP_TIMEOUT_S)
         succeeded = await run_attended(
-            request, self._resets, lambda gone: self.engine.reset_prefix_cache(_SETTLE_TIMEOUT_S, gone)
+            request, self._resets, lambda gone: not self.engine.settle(_SETTLE_TIMEOUT_S, gone)
         )
         return {"message": f"Request received, resetting prefix cache status: {succeeded}"}
 
@@ -247,8 +248,6 @@ def _request(record: Mapping[str, Any], options: SamplingOptions) -> GenerationR
             got=f"num_prefix={len(prefix)} max_tokens={options.max_tokens}",
             remedy="take such an answer as one that was cut, or ask for more",
         )
-    if prefix and options.stop:
-        raise SampleError("a stop word may stand across the cut of an answer", got=f"stop with {PREFIX}")
     conversation = {key: record[key] for key in _CONVERSATION_KEYS if record.get(key) is not None}
     request_id = record.get(REQUEST_ID)
     return GenerationRequest(

@@ -43,7 +43,6 @@ declare_operators()  # before the first import of ms-swift, which imports torchv
 
 from swift.infer_engine import TransformersEngine  # noqa: E402
 from swift.model import get_model_processor  # noqa: E402
-from swift.template.utils import StopWordsCriteria  # noqa: E402
 from swift.template.vision_utils import rescale_image  # noqa: E402
 from swift.utils import import_external_file, to_device  # noqa: E402
 
@@ -125,14 +124,12 @@ class RowLedger(StoppingCriteria):
         prompt_length: int,
         limits: Sequence[int],
         stop_token_ids: Sequence[int],
-        stop_words: StoppingCriteria | None,
         aborted: Callable[[], Sequence[bool]],
         device: torch.device,
     ) -> None:
         self._prompt_length = prompt_length
         self._limits = torch.tensor(limits, device=device)
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
-        self._stop_words = stop_words
         self._aborted = aborted
         self._ends = torch.full((len(limits),), RowEnd.RUNNING, device=device)
         self._lengths = torch.zeros(len(limits), dtype=torch.long, device=device)
@@ -143,8 +140,6 @@ class RowLedger(StoppingCriteria):
         length = input_ids.shape[1] - self._prompt_length
         running = self._ends == RowEnd.RUNNING
         stopped = torch.isin(input_ids[:, -1], self._stop_token_ids)
-        if self._stop_words is not None:
-            stopped |= self._stop_words(input_ids, scores)
         aborted = torch.tensor(self._aborted(), device=stopped.device)
         end = torch.where(aborted, RowEnd.ABORT, RowEnd.RUNNING)
         end = torch.where(self._limits <= length, RowEnd.LENGTH, end)
@@ -253,7 +248,6 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             prompt_length=num_prompt,
             limits=[row.limit for row in rows],
             stop_token_ids=self._stop_ids(),
-            stop_words=StopWordsCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None,
             aborted=aborted,
             device=self.model.device,
         )

@@ -94,7 +94,7 @@ class TransformersRolloutEngine(Engine):
         return sums
 
     @property
-    def is_copying(self) -> bool:
+    def may_read(self) -> bool:
         return self._late_copy is not None and not self._late_copy.done()
 
     def install(

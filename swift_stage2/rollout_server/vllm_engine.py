@@ -8,14 +8,12 @@ go with them. When vLLM's processes die, open requests fail and the engine is br
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
@@ -73,11 +71,6 @@ class VllmRolloutEngine(Engine):
                 self._fail(job, EngineUnavailable("the engine was shut down"))
         return jobs
 
-    def reset_prefix_cache(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """As ``Engine.reset_prefix_cache``; raises EngineUnavailable unless the engine is ready."""
-        settled = super().reset_prefix_cache(timeout_s, given_up)
-        return settled and self._call(require_loaded(self._generator).reset_caches(), timeout_s)
-
     @property
     def may_read(self) -> bool:
         return bool(self._lent)
@@ -99,9 +92,13 @@ class VllmRolloutEngine(Engine):
         path, file = weights.lend()
         self._lent.append(file)
         try:
-            reports, is_reset = self._call(self._load_weights(generator, path), timeout_s)
+            future = asyncio.run_coroutine_threadsafe(self._load_weights(generator, path), self._loop)
+            reports, is_reset = future.result(timeout_s)
         except InstallFailed:
             raise
+        except FutureTimeout as error:
+            future.cancel()
+            raise InstallFailed(f"the engine did not answer within {timeout_s:.1f} s", torn=True) from error
         except Exception as error:  # whatever vLLM's loader raises
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise InstallFailed(f"the weights could not be loaded: {reason[-1]}", torn=True) from error
@@ -195,24 +192,6 @@ class VllmRolloutEngine(Engine):
             file.close()
 
     # --- any thread -----------------------------------------------------------------------------
-    def _call(self, work: Any, timeout_s: float) -> Any:
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise EngineUnavailable("the engine was shut down") from error
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout as error:
-            future.cancel()
-            raise EngineUnavailable(f"the engine did not answer within {timeout_s:.1f} s") from error
-        except CancelledError as error:
-            raise EngineUnavailable("the engine was shut down") from error
-        except Exception as error:
-            if self.status().state is EngineState.BROKEN:
-                raise EngineUnavailable(f"the engine is broken: {_DEAD}") from error
-            raise
-
     def _ailment(self) -> str:
         generator = self._generator
         return super()._ailment() or (_DEAD if generator is not None and generator.is_dead else "")

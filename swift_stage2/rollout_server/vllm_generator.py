@@ -215,9 +215,7 @@ def _request_config(request: GenerationRequest) -> RequestConfig:
     options: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     options |= {"max_tokens": request.max_new_tokens, "seed": request.seed}
     given = {name: value for name, value in options.items() if value is not None}
-    return RequestConfig(
-        **given, stop=list(sampling.stop or ()), logprobs=bool(sampling.logprobs), return_details=True
-    )
+    return RequestConfig(**given, logprobs=bool(sampling.logprobs), return_details=True)
 
 
 def _log_probs(record: dict[str, Any] | None) -> tuple[float, ...]:

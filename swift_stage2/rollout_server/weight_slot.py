@@ -92,7 +92,7 @@ class WeightSlot:
     @property
     def state(self) -> SlotState:
         with self._changed:
-            if self._gate is not None or self._engine.is_copying:
+            if self._gate is not None:
                 return SlotState.INSTALLING
             return SlotState.UNPROVEN if self._unproven else SlotState.SERVING
 
@@ -109,7 +109,7 @@ class WeightSlot:
             self._require_running()
             if self._gate is not None:
                 raise GateShut(self._gate)
-            if self._unproven or self._engine.is_copying:
+            if self._unproven:
                 raise WeightsRefused(
                     RefusalReason.UNPROVEN,
                     "the model holds weights that nobody vouches for; install others",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cut_rollouts import (
     BATCH,
+    MEDIA_IDS,
     REFUSED,
     TOLERANCE,
     Comparison,
@@ -21,28 +22,23 @@ from cut_rollouts import (
     abort,
     compare_aborted,
     compare_cut,
-    compare_many,
     draw_scenes,
-    require_learners_log_probs,
+    log_probs_agree,
     require_refusal,
     resume,
 )
 from family_models import FAMILIES, family_directory, template_type
 from live_server import (
     CALL_TIMEOUT_S,
-    MODEL,
     LearnerRound,
     RunningServer,
-    load_generator,
     load_learner,
-    serve,
     text_request,
 )
 from test_infer import HOT, block_engine, wait_until_queued
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.engine import GenerationRequest
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers.infer_wire import PREFIX, Completion, SamplingOptions
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 from swift_stage2.wire import ServerInfo
@@ -99,24 +95,9 @@ def compare_rollouts(server: RunningServer, comparison: Comparison, num_cut: int
 
 def test_greedy_rollouts_go_on_as_if_they_had_not_been_cut(server: RunningServer) -> None:
     LearnerRound(server, load_learner()).run()
-    comparison = Comparison(Oracle(load_learner()), TOLERANCE[torch.float32])
+    comparison = Comparison(Oracle(load_learner()), TOLERANCE)
     compare_rollouts(server, comparison, BATCH, 1)
     assert comparison.num_compared > BATCH
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_two_hundred_greedy_rollouts_go_on_as_if_they_had_not_been_cut(
-    dtype: torch.dtype,
-) -> None:
-    engine = TransformersRolloutEngine(lambda: load_generator(dtype), model=str(MODEL), max_batch_size=BATCH)
-    try:
-        assert engine.wait_loaded(90.0)
-        with serve(engine) as server:
-            compare_many(server, dtype, compare_rollouts, 60)
-    finally:
-        engine.close(10.0)
 
 
 @pytest.mark.slow
@@ -194,7 +175,17 @@ def test_a_resumed_call_draws_by_its_seed_and_its_prefix(server: RunningServer) 
 
 
 def test_log_probs_of_whole_and_of_resumed_answers_are_the_learners(server: RunningServer) -> None:
-    require_learners_log_probs(server, least_known=6)
+    """Unasked there are none; answers with ids that stand for images are left out."""
+    learner = load_learner(seed=63)
+    LearnerRound(server, learner).run()
+    oracle, scenes = Oracle(learner), draw_scenes(6, random.Random(3))
+    drawn = {"temperature": 0.8, "repetition_penalty": 1.0, "seed": 5, "max_tokens": 20}
+    prefixes = [(), (270, 271, 272)] * 3
+    assert {answer.log_probs for answer in resume(server, scenes, prefixes, **drawn)} == {None}
+    answers = resume(server, scenes, prefixes, logprobs=True, **drawn)
+    known = [i for i, answer in enumerate(answers) if MEDIA_IDS.isdisjoint(answer.token_ids)]
+    assert len(known) == 6
+    assert all(log_probs_agree(oracle, scenes[i], prefixes[i], answers[i], 0.8) for i in known)
 
 
 @pytest.mark.parametrize(("prefix", "options", "cause"), REFUSED)

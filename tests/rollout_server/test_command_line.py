@@ -23,8 +23,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of what would be built, instead of it."""
     asked: list[Any] = []
     monkeypatch.setattr(command_line, "require_vllm", lambda: None)
-    monkeypatch.setattr(command_line, "swift_rollout_builder", lambda argv, **_: asked.append(list(argv)))
-    monkeypatch.setattr(vllm_engine, "VllmRolloutEngine", lambda build, model: asked.append(model))
+    monkeypatch.setattr(
+        vllm_engine, "VllmRolloutEngine", lambda build, model: asked.extend([build.args[0], model])
+    )
     return asked
 
 
@@ -102,7 +103,7 @@ def test_an_option_that_ms_swift_cannot_read_is_told_before_vllm_is_imported(
     option: list[str], told: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        command_line.swift_rollout_builder(["--model", str(MODEL), *option])()
+        command_line.build_vllm(["--model", str(MODEL), *option])
     assert told in str(refused.value)
     assert "usage" not in str(refused.value)
     assert "swift_stage2.rollout_server.vllm_generator" not in sys.modules

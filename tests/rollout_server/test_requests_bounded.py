@@ -175,7 +175,7 @@ def test_callers_that_vanish_at_any_byte_leave_no_traceback_and_no_work(
     host, port = server.base_url.removeprefix("http://").split(":")
     head = f"POST /infer/ HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
     with caplog.at_level(logging.WARNING):
-        for path in (b"/infer/", b"/stage2/begin_round/", b"/init_communicator/", b"/reset_prefix_cache/"):
+        for path in (b"/infer/", b"/stage2/install/", b"/reset_prefix_cache/"):
             for num_bytes in (0, 1, len(raw) // 2, len(raw) - 1, len(raw)):
                 with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S) as caller:
                     caller.sendall(head.replace(b"/infer/", path) + raw[:num_bytes])

@@ -33,7 +33,7 @@ class EngineStandIn:
         self.stamp = WeightStamp(6, "run")
         self.error: Exception | None = None
         self.resident = SUMS
-        self.is_copying = self.may_read = self.outlives = False
+        self.may_read = False
         self.copies, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
         self.abort: Callable[..., object] = lambda **_: None
@@ -55,7 +55,6 @@ class EngineStandIn:
     ) -> InstalledWeights:
         self.copies.set()
         assert self.go_on.wait(WAIT_S)
-        self.is_copying = self.outlives
         if self.error is not None:
             raise self.error
         self.stamp = stamp
@@ -300,12 +299,3 @@ def test_what_a_copy_leaves_behind_is_served_only_if_it_is_whole(
             installing.result(WAIT_S)
         assert opened.done()
     (require_serving if is_served else require_unproven)(slot)
-
-
-def test_a_copy_that_outlives_its_install_lets_nobody_in(slot: WeightSlot, engine: EngineStandIn) -> None:
-    share(slot).close()
-    engine.error, engine.outlives = InstallFailed("late", torn=True), True
-    with pytest.raises(InstallFailed, match="late"):
-        install(slot)
-    assert slot.state is SlotState.INSTALLING, "the learner's probe does not take it for one that answers"
-    assert refusal(lambda: enter(slot)) is RefusalReason.UNPROVEN

@@ -14,7 +14,6 @@ from live_server import (
     free_port,
     image_request,
     load_learner,
-    skip_copy,
     train_a_little,
 )
 from weight_updates import make_updates, mark_suspect
@@ -145,37 +144,3 @@ def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_tak
     sync.close()
     assert report.proven, report.error
     assert report.transport == "tcp (the learner's memory cannot be read here: No such file or directory)"
-
-
-def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
-    server: RunningServer, learner: Learner
-) -> None:
-    learner.module.to(torch.bfloat16)
-    sync = learner.make_sync(proof=Proof.CHECKSUM)
-    learner.publisher.make_transport = lambda info: transport_for(
-        info, device=torch.device("cpu"), api_key=None
-    )
-    (report,) = sync.run([0], version=next(server.versions)).reports.values()
-    sync.close()
-    assert (report.proven, report.proof, report.transport) == (True, "checksums", "shared_memory"), (
-        report.error
-    )
-
-
-def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
-    server: RunningServer, learner: Learner
-) -> None:
-    assert learner.push().proven == (0,)
-    with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
-        next(learner.module.parameters()).view(-1)[0] += 1e-6
-    server.engine.copy = skip_copy
-    outcome = learner.push()
-    assert outcome.failed == (0,)
-    assert "resident checksum" in str(outcome.reports[0].error)
-
-
-def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
-    learner.publisher.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
-    outcome = learner.push()
-    assert outcome.failed == (0,)
-    assert "ConnectError" in str(outcome.reports[0].error)
