@@ -62,21 +62,20 @@ class JobAborted(Exception):
 
 @dataclass(eq=False, slots=True)
 class GenerationJob:
-    """One submitted request; its caller holds ``future``. ``alone`` keeps it out of other jobs' batches."""
+    """One submitted request; its caller holds ``future``."""
 
     request: GenerationRequest
     future: Future[Completion] = field(default_factory=Future)
     row: EncodedRow | None = None
     aborted: bool = False
-    alone: bool = False
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()  # only the engine ends it
 
     @property
-    def key(self) -> tuple[SamplingOptions, int | None]:
+    def key(self) -> SamplingOptions:
         """Jobs with equal keys may share a batch."""
-        return self.request.sampling, id(self) if self.alone else None
+        return self.request.sampling
 
     def abort(self) -> None:
         """Asks for an early end; does nothing once the job has ended."""
@@ -145,7 +144,6 @@ class Engine(ABC):
 
     name: str
     can_resume = False  # whether ``submit`` goes on behind a request's prefix
-    _traces_failed_load = False
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -197,13 +195,11 @@ class Engine(ABC):
             waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
         return len(waiting)
 
-    def sum_arrived(self, weights: WeightSource) -> Mapping[str, str] | None:
-        """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
+    def sum_arrived(self, weights: WeightSource) -> None:  # noqa: B027
+        """Sums what arrived, while requests still run; does nothing where the install reads the weights itself.
 
-        Raises:
-            InstallFailed: they cannot be summed, or are not those that the file says.
+        Raises InstallFailed: the sums are not those that the file says.
         """
-        return None
 
     @property
     def may_read(self) -> bool:
@@ -211,17 +207,11 @@ class Engine(ABC):
         return False
 
     @abstractmethod
-    def install(
-        self,
-        weights: WeightSource,
-        stamp: WeightStamp,
-        timeout_s: float,
-        arrived: Mapping[str, str] | None,
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         """Copies all tensors into the model, in its own dtypes, and empties what was computed with the old ones.
 
-        All jobs have settled, and none comes meanwhile; later completions carry ``stamp``. ``arrived`` is what
-        ``sum_arrived`` has returned. Installs are made one after another, also behind one that outlived its time.
+        All jobs have settled, none comes meanwhile, and ``sum_arrived`` has been called; later completions carry
+        ``stamp``. Installs are made one after another, also behind one that outlived its time.
 
         Raises:
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
@@ -300,9 +290,7 @@ class Engine(ABC):
         except UserError as error:
             self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread
-            # A model that does not load is the user's to mend, and the server's last line says how.
-            where = self._loaded.is_set() or self._traces_failed_load or _log.isEnabledFor(logging.DEBUG)
-            _log.error("the engine's thread ends", exc_info=where)
+            _log.exception("the engine's thread ends")
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
         finally:
             self._loaded.set()

@@ -85,28 +85,16 @@ class TransformersRolloutEngine(Engine):
                 self._finish_unstarted(job)
         return num_asked
 
-    def sum_arrived(self, weights: WeightSource) -> Mapping[str, str]:
-        try:
-            sums = checksums_by_name(weights.tensors)
-        except RuntimeError as error:
-            raise InstallFailed(f"the weights that arrived could not be summed: {error}") from error
-        weights.require(sums)
-        return sums
+    def sum_arrived(self, weights: WeightSource) -> None:
+        weights.require(checksums_by_name(weights.tensors))
 
     @property
     def may_read(self) -> bool:
         return self._late_copy is not None and not self._late_copy.done()
 
-    def install(
-        self,
-        weights: WeightSource,
-        stamp: WeightStamp,
-        timeout_s: float,
-        arrived: Mapping[str, str] | None,
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
-        assert arrived is not None
-        tensors = weights.tensors
+        tensors, arrived = weights.tensors, weights.arrived
         try:
             future = self._queue.put_task(lambda: self._copy_weights(tensors, arrived, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
@@ -181,24 +169,17 @@ class TransformersRolloutEngine(Engine):
                 self._fail(job, EngineUnavailable("the accelerator failed under this batch"))
             raise  # nothing on the device can be trusted any more
         except Exception as error:  # a row that the model cannot take must not fail its neighbours
-            self._running = ()
-            self._retry_alone(jobs, error)
+            if len(jobs) == 1:
+                self._fail(jobs[0], error)
+                return
+            _log.warning("a batch of %d failed and is run again one by one: %s", len(jobs), error)
+            for job in jobs:
+                self._run_batch([job])
             return
-        self._running = ()
+        finally:
+            self._running = ()
         for job, row in zip(jobs, rows, strict=True):
             self._finish(job, job.completion(stamp, row))
-
-    def _retry_alone(self, jobs: list[GenerationJob], error: Exception) -> None:
-        if len(jobs) == 1:
-            self._fail(jobs[0], error)
-            return
-        _log.warning("a batch of %d failed and is run again one by one: %s", len(jobs), error)
-        for job in jobs:
-            job.alone = True
-            try:
-                self._queue.put(job)
-            except EngineUnavailable as closed:
-                self._fail(job, closed)
 
     def _copy_weights(
         self, weights: Mapping[str, torch.Tensor], arrived: Mapping[str, str], stamp: WeightStamp

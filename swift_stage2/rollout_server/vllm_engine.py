@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
@@ -44,7 +44,6 @@ class VllmRolloutEngine(Engine):
 
     name = "vllm"
     can_resume = True
-    _traces_failed_load = True
 
     def __init__(self, build: Callable[[], VllmGenerator], *, model: str) -> None:
         super().__init__(model)
@@ -75,13 +74,7 @@ class VllmRolloutEngine(Engine):
     def may_read(self) -> bool:
         return bool(self._lent)
 
-    def install(
-        self,
-        weights: WeightSource,
-        stamp: WeightStamp,
-        timeout_s: float,
-        arrived: Mapping[str, str] | None,
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         """As ``Engine.install``. ``resident`` is read back from vLLM's own parameters, fused or cut as they
         are: ``vllm_weights`` says how. ``loaded`` are the tensors that were found there. The workers open and sum the
         weights themselves.

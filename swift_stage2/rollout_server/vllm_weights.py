@@ -27,7 +27,6 @@ Report = dict[str, Any]
 _log = logging.getLogger(__name__)
 WORKER_EXTENSION = "swift_stage2.rollout_server.vllm_worker.WeightSumsExtension"
 _MAX_ERROR_CHARS = 500
-_MAX_ERRORS = 8  # every later bucket of a push may fail for the same reason
 
 
 class TensorPiece(NamedTuple):
@@ -140,8 +139,8 @@ class LoadRecord:
             yield
         except Exception as error:  # top of a call that ms-swift makes
             _log.exception("%s failed", what)
-            if len(self._errors) < _MAX_ERRORS:
-                self._errors.append(f"{what}: {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
+            # The first tells why: every later bucket of a push may fail for the same reason.
+            self._errors = self._errors or [f"{what}: {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]]
 
     def load(
         self,

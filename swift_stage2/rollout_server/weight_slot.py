@@ -223,12 +223,10 @@ class WeightSlot:
                 "the server must be told where to read weights, got no --weights-root; start it with one",
             )
         file = DiskFile(self._weights_root, WeightIdentity(offer.run_id, offer.version).name)
-        require_size(file.num_bytes, offer.manifest)
         return self._filled(offer, file.num_bytes, file), OfferAnswer(True, "the version's file is read")
 
     def _open_stream(self, offer: WeightOffer) -> tuple[WeightSource, OfferAnswer]:
         assert offer.port is not None
-        require_size(offer.num_bytes, offer.manifest)
         stream = listen(self._host, offer.port)
         answer = OfferAnswer(True, f"listening for weights on port {offer.port}", stream.secret)
         return self._filled(offer, offer.num_bytes, stream), answer
@@ -238,12 +236,15 @@ class WeightSlot:
         if self._engine.may_read or not (self._writer is None or self._writer.join(0)):
             self._memory = None
         try:
+            require_size(num_bytes, offer.manifest)
             if self._memory is None or self._memory.num_bytes != num_bytes:
                 self._memory = None  # before there is another one
                 self._memory = MemoryFile("weights", num_bytes)
-        except OSError as error:
+        except BaseException as error:
             origin.close()
-            raise InstallFailed(f"the server has no memory to receive weights into: {error}") from error
+            if isinstance(error, OSError):
+                raise InstallFailed(f"the server has no memory to receive weights into: {error}") from error
+            raise
         self._writer = WeightSource(offer, self._memory.reopened(), self._memory.memory, origin)
         return self._writer
 
@@ -252,7 +253,7 @@ class WeightSlot:
         self, offered: WeightSource, wanted: InstallRequest, end: float, given_up: threading.Event
     ) -> WeightProof:
         offered.collect(end - time.monotonic(), given_up)
-        arrived = self._engine.sum_arrived(offered)
+        self._engine.sum_arrived(offered)
         with self._shut_gate():
             if wanted.aborts:
                 self._engine.abort(only_abortable=True)
@@ -265,7 +266,7 @@ class WeightSlot:
                 )
             stamp, left_s = WeightStamp(wanted.version, wanted.run_id), end - time.monotonic()
             try:
-                installed = self._engine.install(offered, stamp, max(_LEAST_INSTALL_S, left_s), arrived)
+                installed = self._engine.install(offered, stamp, max(_LEAST_INSTALL_S, left_s))
             except BaseException as error:
                 if not isinstance(error, InstallFailed) or error.torn:
                     self._conclude(None)

@@ -13,7 +13,8 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import BinaryIO
@@ -54,6 +55,8 @@ class WeightSource:
         self.offer = offer
         self.tensors: Mapping[str, torch.Tensor] = {}
         """Views of the file, once all has arrived: in the learner's dtypes, in the file's order."""
+        self.arrived: Mapping[str, str] = {}
+        """Checksums of the tensors, once somebody has summed them."""
         self._file, self._memory, self._origin = file, memory, origin
         self._snapshot: ReadSnapshot | None = None
         self._lock = threading.Lock()  # else a lent descriptor could be another file's, behind a close
@@ -95,8 +98,9 @@ class WeightSource:
             raise InstallFailed(f"the weights did not arrive: {why}")
 
     def require(self, checksums: Mapping[str, str]) -> None:
-        """Raises InstallFailed unless these tensors have the checksums that the file says."""
+        """Keeps the sums of what arrived. Raises InstallFailed unless they are those that the file says."""
         assert self._snapshot is not None
+        self.arrived = checksums
         if wrong := self._snapshot.differing(checksums):
             raise InstallFailed(
                 f"weights must arrive as they were sent, got {_told(wrong)} with other checksums"
@@ -152,8 +156,8 @@ class WeightSource:
                 f"weights must be version {offer.version} of run {offer.run_id}, got version={found.version} "
                 f"run_id={shown(found.run_id)}"
             )
-        if differences := _differences(snapshot.specs(), {spec.name: spec for spec in offer.manifest}):
-            raise ProtocolError(f"weights must be the offered tensors, got {_told(differences)}")
+        if different := _different(snapshot.specs().values(), offer.manifest):
+            raise ProtocolError(f"weights must be the offered tensors, got {_told(different)}")
         self._snapshot, self.tensors = snapshot, snapshot.tensors
         if self._memory is not None:  # a quarter of a second for each GiB of new pages less
             self.tensors = _within(self._memory, snapshot.tensors)
@@ -235,22 +239,16 @@ def open_learner_memory(path: str) -> BinaryIO:
 
 def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:
     """Raises WeightsRefused unless both hold the same tensors in any order; dtypes are cast."""
-    differences = _differences(
-        *({spec.name: TensorSpec(spec.name, spec.shape, "") for spec in specs} for specs in (own, theirs))
-    )
-    if differences:
+    if different := _different(*([replace(spec, dtype="") for spec in specs] for specs in (own, theirs))):
         raise WeightsRefused(
             RefusalReason.MANIFEST_DIFFERS,
-            f"new weights must be the model's own tensors, got {_told(differences)}; serve the model that is trained",
+            f"new weights must be the model's own tensors, got {_told(different)}; serve the model that is trained",
         )
 
 
-def _differences(here: Mapping[str, TensorSpec], there: Mapping[str, TensorSpec]) -> list[str]:
-    return [
-        f"{name}: server {_shown(here.get(name))}, learner {_shown(there.get(name))}"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
-    ]
+def _different(here: Iterable[TensorSpec], there: Iterable[TensorSpec]) -> list[str]:
+    """Names of tensors that only one side has, or has so."""
+    return sorted({spec.name for spec in set(here) ^ set(there)})
 
 
 def _within(memory: memoryview, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -263,12 +261,8 @@ def _within(memory: memoryview, tensors: Mapping[str, torch.Tensor]) -> dict[str
     }
 
 
-def _told(differences: Sequence[str]) -> str:
-    return f"num_differences={len(differences)}: {'; '.join(differences[:_MAX_SHOWN])}"
-
-
-def _shown(spec: TensorSpec | None) -> str:
-    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+def _told(names: Sequence[str]) -> str:
+    return f"num_differences={len(names)}: {', '.join(names[:_MAX_SHOWN])}"
 
 
 def _open_in(root: Path, name: str) -> BinaryIO:

@@ -21,7 +21,6 @@ from live_server import (
 )
 from our_server import engine_here
 from test_infer import hugging_face_answer
-from test_installs import own_checksums
 from test_weight_sync import Learner
 from waiting import wait_for
 
@@ -202,16 +201,6 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     assert learner.push().proven == (0,)
 
 
-def test_requests_settle_or_are_told_in_time(server: RunningServer) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.infer, [text_request()], **ENDLESS)
-        wait_for(lambda: health(server)["num_running"] == 1)
-        assert server.engine.settle(0.2, threading.Event()) == 1
-        (answer,) = running.result(DEADLINE_S)
-    assert answer.finish_reason != "abort"
-    assert server.engine.settle(0.2, threading.Event()) == 0
-
-
 def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
     """Requests come all the time; each answer must be the one of the version it is stamped with."""
     learners = [load_learner(seed=seed) for seed in (21, 22, 23)]
@@ -245,25 +234,6 @@ def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
             image = picture(70) if c.images_size else None
             expected[key] = hugging_face_answer(modules[c.weight_version], c.prompt_token_ids, 8, image)
         assert list(c.token_ids) == expected[key]
-
-
-def test_workers_read_a_learners_memory_while_requests_run(server: RunningServer) -> None:
-    learner = load_learner(seed=31)
-    round_ = LearnerRound(server, learner)
-    with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.infer, [text_request()], **ENDLESS)
-        wait_for(lambda: health(server)["num_running"] == 1)
-        file = round_.push_shared()
-        installing = pool.submit(round_.install, on_pending="abort")
-        (old,) = running.result(DEADLINE_S)
-        assert installing.result(DEADLINE_S).json()["resident"] == own_checksums(learner)
-    assert (old.finish_reason, old.weight_version == round_.version) == ("abort", False)
-    assert server.state() == "serving"
-    wait_for(lambda: file.num_mapped == 0)
-    file.close()
-    (new,) = server.infer([text_request()])
-    assert new.weight_version == round_.version
-    assert list(new.token_ids) == hugging_face_answer(learner, new.prompt_token_ids, 8)
 
 
 def test_workers_load_what_the_server_has_read_from_a_directory(

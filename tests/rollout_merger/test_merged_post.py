@@ -85,10 +85,3 @@ def test_seeds_as_the_server_makes_them() -> None:
     assert SeedLayout(data_parallel_size=2).seeds(5, 5) == [5, 6, 7, 5, 6]
     assert SeedLayout(data_parallel_size=4).seeds(5, 2) == [5, 5]
     assert SeedLayout(async_engine=True).seeds(5, 3) == [5, 5, 5]
-
-
-@given(num_requests=st.integers(1, 4096), first=st.integers(1, 2**30))
-def test_no_seed_twice_in_one_post_and_none_beyond_the_room_behind_it(num_requests: int, first: int) -> None:
-    seeds = SeedLayout().seeds(first, num_requests)
-    assert len(set(seeds)) == num_requests
-    assert (min(seeds), max(seeds)) == (first, first + num_requests - 1)

@@ -113,7 +113,7 @@ def install(
 ) -> None:
     """A round's last part; afterwards nothing of the round is kept."""
     try:
-        engine.install(source, stamp, timeout_s, None)
+        engine.install(source, stamp, timeout_s)
     finally:
         source.close()
         source.join(WAIT_S)

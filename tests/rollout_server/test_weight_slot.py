@@ -50,9 +50,7 @@ class EngineStandIn:
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
 
-    def install(
-        self, weights: WeightSource, stamp: WeightStamp, timeout_s: float, *_: Any
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         self.copies.set()
         assert self.go_on.wait(WAIT_S)
         if self.error is not None:
