@@ -17,12 +17,7 @@ from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.rollout_server.merger import Merger, SeedLayout
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 from swift_stage2.servers.call import ServerHttp
-from swift_stage2.servers.http_app import (
-    HttpServer,
-    bind,
-    configure_logging,
-    require_key,
-)
+from swift_stage2.servers.http_app import HttpServer, bind, configure_logging, require_key
 from swift_stage2.servers.request_checks import add_limits, read_limits
 
 _log = logging.getLogger(__name__)
@@ -67,31 +62,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         exit_statuses="0 after SIGTERM or Ctrl-C",
         description="One process in front of one stock server: the ranks' calls leave as one.",
     )
-    parser.add_argument("--upstream", required=True, metavar="URL", help="base URL of the stock server")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=9000, help="0 takes any free port")
-    most = whole_number(1, MAX_REQUESTS_PER_POST)
-    parser.add_argument("--max-batch-size", type=most, default=64, help="requests of one POST at most")
-    parser.add_argument(
-        "--upstream-timeout-s",
-        type=real_number("a number above 0"),
-        default=600.0,
-        help="deadline of one call to the server; longer than rollout.request_timeout_s",
+    add, most = parser.add_argument, whole_number(1, MAX_REQUESTS_PER_POST)
+    add("--upstream", required=True, metavar="URL", help="base URL of the stock server")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=9000, help="0 takes any free port")
+    add("--max-batch-size", type=most, default=64, help="requests of one POST at most")
+    help_ = "deadline of one call to the server; longer than rollout.request_timeout_s"
+    add("--upstream-timeout-s", type=real_number("a number above 0"), default=600.0, help=help_)
+    add(
+        "--data-parallel-size", type=whole_number(1), default=1, help="the server's --vllm_data_parallel_size"
     )
-    parser.add_argument(
-        "--data-parallel-size",
-        type=whole_number(1),
-        default=1,
-        help="the server's --vllm_data_parallel_size",
-    )
-    parser.add_argument("--async-engine", action="store_true", help="the server's --vllm_use_async_engine")
-    parser.add_argument(
-        "--needs-weights",
-        action="store_true",
-        help="the server was started again: refuse /infer/ until a caller has loaded weights",
-    )
-    parser.add_argument(
-        "--api-key-env", type=variable_option, default="SWIFT_ROLLOUT_API_KEY", metavar="NAME"
-    )
+    add("--async-engine", action="store_true", help="the server's --vllm_use_async_engine")
+    help_ = "the server was started again: refuse /infer/ until a caller has loaded weights"
+    add("--needs-weights", action="store_true", help=help_)
+    add("--api-key-env", type=variable_option, default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")
     add_limits(parser)
     return parser.parse_args(argv)

@@ -241,38 +241,27 @@ def _agreed(sums: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _of_engine(reports: Sequence[Report]) -> dict[str, str]:
-    """By name what one engine holds; a tied output layer, of which there is no copy, as what it is tied to."""
+    """By name what one engine holds; a tensor that is not traced whole is left out.
+
+    A tied output layer, of which there is no copy, is told as what it is tied to.
+    """
     read = _agreed([report["arrived"] for report in reports])
     shapes = {name: shape for report in reports for name, shape in report["shapes"].items()}
-    pieces = [piece for report in reports for piece in report["pieces"]]
-    resident = resident_checksums(shapes, read, pieces)
-    as_sent = {checksum for name, checksum in resident.items() if checksum == read[name]}
-    tied = {
-        name: checksum
-        for name, checksum in read.items()
-        if "lm_head" in name and name not in resident and checksum in as_sent
-    }
-    return resident | tied
-
-
-def resident_checksums(
-    shapes: Mapping[str, Sequence[int]], read: Mapping[str, str], pieces: Iterable[Sequence[Any]]
-) -> dict[str, str]:
-    """Checksum by name of what the model holds of each tensor; a tensor that is not traced whole is left out.
-
-    ``read`` holds the checksums of the tensors as the loader was given them; ``pieces`` are the fields of all workers'
-    ``TensorPiece``. A tensor that is held in one piece or many is told as ``read`` says once every piece is held as
-    given and they together cover it; else by its first wrong piece.
-    """
     by_name: dict[str, list[TensorPiece]] = defaultdict(list)
-    for fields in pieces:
-        piece = TensorPiece(*fields)
-        by_name[piece.name].append(piece)
+    for fields in (fields for report in reports for fields in report["pieces"]):
+        by_name[fields[0]].append(TensorPiece(*fields))
     sums = {name: _resident(shapes[name], given, by_name[name]) for name, given in read.items()}
+    as_sent = {checksum for name, checksum in sums.items() if checksum == read[name]}
+    sums |= {
+        name: given
+        for name, given in read.items()
+        if "lm_head" in name and not sums[name] and given in as_sent
+    }
     return {name: held for name, held in sums.items() if held is not None}
 
 
 def _resident(shape: Sequence[int], given: str, pieces: Sequence[TensorPiece]) -> str | None:
+    """As given once every piece is held so and they together cover the tensor; else its first wrong piece, or None."""
     num_elements = math.prod(shape)
     if num_elements == 0:
         return given

@@ -2,8 +2,8 @@
 
 ``offer`` takes at most one set of weights, beside those that serve; ``install`` shuts the gate, has the engine copy
 them and compares sums. The server serves iff the sums agree. An install that fails before the copy, or whose caller has
-gone, leaves the old weights serving under their old stamp. Called by the routes from any thread; the lock is held for
-decisions only, never while anything is waited for.
+gone by then, leaves the old weights serving under their old stamp. Called by the routes from any thread; the lock is
+held for decisions only, never while anything is waited for.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class WeightSlot:
         """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
 
         With the gate shut, requests that may and shall be ended are, and all are waited for. Once ``given_up`` is set,
-        its caller has gone: nothing is waited for or copied any more, and what is being copied stays unproven.
+        its caller has gone: nothing is waited for any more, and no copy begins.
 
         Raises:
             WeightsRefused: these weights were not offered, or others since.
@@ -279,16 +279,11 @@ class WeightSlot:
                 installed.resident,
                 installed.loaded,
             )
-            has_gone, is_vouched_for = given_up.is_set(), proof.vouches_for(wanted.checksums)
-            self._conclude(proof if is_vouched_for and not has_gone else None)
-        if has_gone:
-            raise InstallFailed("the caller has gone while its weights were copied; nothing is served")
+            is_vouched_for = proof.vouches_for(wanted.checksums)
+            self._conclude(proof if is_vouched_for else None)
         if not is_vouched_for:
-            _log.warning(
-                "version %d of run %s differs from what was sent; nothing is served",
-                wanted.version,
-                wanted.run_id,
-            )
+            name = f"version {wanted.version} of run {wanted.run_id}"
+            _log.warning("%s differs from what was sent; nothing is served", name)
         return proof
 
     def _conclude(self, proof: WeightProof | None) -> None:
