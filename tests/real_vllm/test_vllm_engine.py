@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from live_server import (
 )
 from our_server import engine_here
 from test_infer import hugging_face_answer
+from test_installs_beside_rollouts import require_answers_of_one_version
 from test_weight_sync import Learner
 from waiting import wait_for
 
@@ -30,8 +30,8 @@ from swift_stage2.weights.disk_versions import DiskVersions
 from swift_stage2.weights.transport import DiskTransport
 
 DEADLINE_S = 120.0
-# At this temperature the tiny model never ends its turn before the limit.
 K_PROJ = "model.language_model.layers.1.self_attn.k_proj.weight"  # one of three in vLLM's parameter
+# At this temperature the tiny model never ends its turn before the limit.
 ENDLESS = {"temperature": 2.0, "seed": 3, "max_tokens": 900}
 
 
@@ -202,38 +202,7 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
 
 
 def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
-    """Requests come all the time; each answer must be the one of the version it is stamped with."""
-    learners = [load_learner(seed=seed) for seed in (21, 22, 23)]
-    modules: dict[int | None, Any] = {}
-    answers: list[Completion] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        while not stop.is_set():
-            answers.extend(server.infer([text_request(), image_request(70)], max_tokens=8))
-
-    with ThreadPoolExecutor(2) as pool:
-        askers = [pool.submit(ask) for _ in range(2)]
-        try:
-            for learner in learners:
-                round_ = LearnerRound(server, learner)
-                modules[round_.version] = learner
-                round_.run()
-                seen = len(answers)
-                wait_for(lambda: len(answers) > seen + 4)  # noqa: B023
-        finally:
-            stop.set()
-        for asker in askers:
-            asker.result(DEADLINE_S)
-    stamped = [c for c in answers if c.weight_version in modules]
-    assert {c.weight_version for c in stamped} == set(modules)
-    expected: dict[Any, list[int]] = {}
-    for c in stamped:
-        key = (c.weight_version, c.prompt_token_ids)
-        if key not in expected:
-            image = picture(70) if c.images_size else None
-            expected[key] = hugging_face_answer(modules[c.weight_version], c.prompt_token_ids, 8, image)
-        assert list(c.token_ids) == expected[key]
+    require_answers_of_one_version(server, [text_request(), image_request(70)])
 
 
 def test_workers_load_what_the_server_has_read_from_a_directory(

@@ -127,6 +127,36 @@ def serve(
     assert not thread.is_alive()
 
 
+def call_and_wait(server: RunningServer, path: str, body: bytes = b"{}") -> socket.socket:
+    host, port = server.base_url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@contextmanager
+def held_before(
+    server: RunningServer, num_forwards: int
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Generation stops before that forward; yields (has stopped there, let it go)."""
+    forwards: list[None] = []
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: Any) -> None:
+        forwards.append(None)
+        if len(forwards) == num_forwards:
+            stopped.set()
+            assert go_on.wait(CALL_TIMEOUT_S)
+
+    handle = server.engine.generator.model.register_forward_pre_hook(pause)
+    try:
+        yield stopped, go_on
+    finally:
+        go_on.set()
+        handle.remove()
+
+
 class SharedFile:
     """A learner's memory file, with anything in it."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,38 +30,17 @@ from live_server import (
     CALL_TIMEOUT_S,
     LearnerRound,
     RunningServer,
+    held_before,
     load_learner,
     text_request,
 )
-from test_infer import HOT, block_engine, wait_until_queued
+from test_infer import HOT
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.engine import GenerationRequest
 from swift_stage2.servers.infer_wire import PREFIX, Completion, SamplingOptions
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 from swift_stage2.wire import ServerInfo
-
-
-@contextmanager
-def held_before(
-    server: RunningServer, num_forwards: int
-) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Generation stops before that forward; yields (has stopped there, let it go)."""
-    forwards: list[None] = []
-    stopped, go_on = threading.Event(), threading.Event()
-
-    def pause(*_: Any) -> None:
-        forwards.append(None)
-        if len(forwards) == num_forwards:
-            stopped.set()
-            assert go_on.wait(CALL_TIMEOUT_S)
-
-    handle = server.engine.generator.model.register_forward_pre_hook(pause)
-    try:
-        yield stopped, go_on
-    finally:
-        go_on.set()
-        handle.remove()
 
 
 def answers_cut_in_flight(
@@ -128,21 +105,6 @@ def test_answers_of_every_family_go_on_behind_their_images(family: str) -> None:
     prefixes = [whole[: rng.randrange(len(whole))] for whole in wholes]
     assert [(*prefix, *rest) for prefix, rest in zip(prefixes, answers(prefixes), strict=True)] == wholes
     assert len(set(wholes)) > len(scenes) // 2
-
-
-def test_a_request_that_waited_when_it_was_aborted_begins_anew(server: RunningServer) -> None:
-    LearnerRound(server, load_learner()).run()
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(1) as caller:
-        call = caller.submit(server.infer, [text_request()], max_tokens=24)
-        wait_until_queued(server, 1)
-        assert abort(server) == 1
-        (cut,) = call.result(CALL_TIMEOUT_S)
-        release.set()
-    assert (cut.token_ids, cut.text, cut.finish_reason) == ((), "", "abort")
-    (rest,) = server.infer([{**text_request(), PREFIX: list(cut.token_ids)}], max_tokens=24)
-    (whole,) = server.infer([text_request()], max_tokens=24)
-    assert rest == whole
 
 
 def test_prompt_and_prefix_share_one_budget_with_the_rest(server: RunningServer) -> None:

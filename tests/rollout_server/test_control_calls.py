@@ -8,9 +8,9 @@ from contextlib import ExitStack, closing
 
 import pytest
 from live_server import (
-    CALL_TIMEOUT_S,
     LearnerRound,
     RunningServer,
+    call_and_wait,
     load_learner,
     text_request,
 )
@@ -21,14 +21,6 @@ from swift_stage2.rollout_server.routes import _CONTROL_THREADS
 
 MANY = 2 * _CONTROL_THREADS + 2
 pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
-
-
-def call_and_wait(server: RunningServer, path: str, body: bytes = b"{}") -> socket.socket:
-    host, port = server.base_url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
 
 
 def status_of(connection: socket.socket) -> int:

@@ -9,24 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
-import httpx
 import pytest
 from live_server import (
     CALL_TIMEOUT_S,
     GREEDY,
     LearnerRound,
     RunningServer,
+    call_and_wait,
     load_learner,
+    picture,
     text_request,
 )
-from test_control_calls import call_and_wait, status_of
+from test_control_calls import status_of
 from test_infer import block_engine, hugging_face_answer, wait_until_queued
 from test_installs import own_checksums
 from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.transformers_engine import copy_weights
-from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
+from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import WeightProof
 
 MANY = 40  # more than all threads of the server's pools
@@ -88,44 +89,44 @@ def test_old_weights_answer_until_the_install_and_new_ones_after_it(
         file.close()
 
 
-def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
+def require_answers_of_one_version(server: RunningServer, requests: list[dict[str, Any]]) -> None:
     """Callers ask all the time; each answer must be that of the weights that it is stamped with."""
-    first = LearnerRound(server, load_learner(seed=42))
-    first.run()
-    modules = {first.version: load_learner(seed=42)}
+    modules: dict[int | None, Any] = {}
     answers: list[Completion] = []
     stop = threading.Event()
 
     def ask() -> None:
-        with httpx.Client(base_url=server.base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
-            while not stop.is_set():
-                reply = http.post(wire.INFER, content=QUESTION)
-                assert reply.status_code == 200, reply.text
-                answers.extend(parse_infer_reply(reply.json(), 1))
+        while not stop.is_set():
+            answers.extend(server.infer(requests))
 
     with ThreadPoolExecutor(3) as callers:
         asking = [callers.submit(ask) for _ in range(3)]
         try:
-            for seed in (43, 44):
+            for seed, on_pending in ((42, "wait"), (43, "abort"), (44, "wait")):
                 round_ = offered(server, seed, shared=seed == 44)
                 modules[round_.version] = load_learner(seed=seed)
-                assert round_.install(on_pending="abort" if seed == 43 else "wait").status_code == 200
+                assert round_.install(on_pending=on_pending).status_code == 200
                 seen = len(answers)
                 wait_for(lambda: len(answers) > seen + 6)  # noqa: B023
         finally:
             stop.set()
         for each in asking:
             each.result(CALL_TIMEOUT_S)
-    assert {answer.weight_version for answer in answers} == set(modules)
-    expected = {
-        version: hugging_face_answer(module, answers[0].prompt_token_ids, GREEDY["max_tokens"])
-        for version, module in modules.items()
-    }
-    for answer in answers:
-        assert answer.weight_version is not None
-        whole = expected[answer.weight_version]
-        assert list(answer.token_ids) == whole[: len(answer.token_ids)]
-        assert answer.finish_reason == "abort" or list(answer.token_ids) == whole
+    stamped = [answer for answer in answers if answer.weight_version in modules]
+    assert {answer.weight_version for answer in stamped} == set(modules)
+    expected: dict[Any, list[int]] = {}
+    for answer in stamped:
+        key = (answer.weight_version, answer.prompt_token_ids)
+        if key not in expected:
+            image = picture(70) if answer.images_size else None
+            module, prompt = modules[answer.weight_version], answer.prompt_token_ids
+            expected[key] = hugging_face_answer(module, prompt, GREEDY["max_tokens"], image)
+        assert list(answer.token_ids) == expected[key][: len(answer.token_ids)]
+        assert answer.finish_reason == "abort" or list(answer.token_ids) == expected[key]
+
+
+def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
+    require_answers_of_one_version(server, [text_request()])
 
 
 @pytest.mark.parametrize("sums", ["as sent", "others"])

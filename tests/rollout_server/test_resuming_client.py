@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 from cut_rollouts import Oracle, draw_scenes
-from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
+from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, held_before, load_learner
 from rollout_batch import make_client, prove
-from test_answer_prefix import held_before
 from waiting import wait_for
 
 from swift_stage2.channel_b.attempts import Attempts, PartialRollouts
