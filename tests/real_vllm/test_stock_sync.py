@@ -16,7 +16,7 @@ import torch
 from live_server import free_port, load_learner, train_a_little
 from stock_server import ServerProcess
 from stopped_process import stop_process
-from test_weight_sync import GenerateCanary
+from test_weight_sync import GenerateCanary, require_each_push_answered
 from weight_updates import make_updates
 
 from swift_stage2.records import RoundOutcome
@@ -60,18 +60,7 @@ def learner(stock: ServerProcess) -> Iterator[Learner]:
 
 
 def test_after_each_push_the_servers_greedy_answer_is_the_learners(learner: Learner) -> None:
-    answers = []
-    for _ in range(3):
-        outcome = learner.push()
-        assert outcome.proven == (0,), outcome.reports[0].error
-        assert outcome.reports[0].proof == "canary"
-        assert outcome.reports[0].num_bytes == sum(
-            parameter.numel() * parameter.element_size() for parameter in learner.module.parameters()
-        )
-        assert learner.canary.latest.agrees(learner.servers_answer())
-        answers.append(learner.servers_answer())
-        train_a_little(learner.module)
-    assert len(set(answers)) > 1  # the pushes really moved something
+    require_each_push_answered(learner, learner.servers_answer, "canary")
 
 
 def test_a_learner_finds_the_communicator_of_one_that_was_killed(

@@ -25,8 +25,7 @@ from cut_rollouts import (
 )
 from live_server import LearnerRound, RunningServer, load_learner
 from our_server import engine_here
-from sampled_packs import TOLERANCE as LOG_PROB_TOLERANCE
-from sampled_packs import packed_gaps, sample_answers
+from sampled_packs import require_learners_log_probs
 from test_vllm_engine import DEADLINE_S
 from waiting import wait_for
 
@@ -122,10 +121,4 @@ def test_a_packs_log_probs_are_the_learners(
     server: RunningServer, rows: list[dict[str, Any]], temperature: float, of_greedy: float
 ) -> None:
     """Through client, segments and collator, of answers that were not cut."""
-    learner = load_learner()
-    proof = LearnerRound(server, learner).run()
-    rollouts = sample_answers(server, proof, rows[:5], temperature=temperature, max_new_tokens=40)
-    gaps = packed_gaps(rollouts, learner, of_greedy)
-    print(f"temperature {temperature}: {len(gaps)} tokens, at most {float(gaps.max()):.1e} nats")
-    assert len(gaps) > 60
-    assert float(gaps.max()) < LOG_PROB_TOLERANCE
+    require_learners_log_probs(server, rows, temperature, of_greedy)

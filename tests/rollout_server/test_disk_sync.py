@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
-from test_publisher_kills import KILLED
+from live_server import MODEL, LearnerRound, RunningServer, load_learner, serve, text_request
+from test_publisher_kills import KILLED, Learner
 from test_weight_source import flip
 from waiting import wait_for
-from weight_updates import make_updates_by_checksums, mark_suspect, publisher_setup
+from weight_updates import mark_suspect
 
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.snapshot import ReadSnapshot
-from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.wire import OfferAnswer, WeightOffer
 
 RUN = "diskrun"
@@ -50,50 +48,23 @@ def reader(disk_server: RunningServer) -> Iterator[RunningServer]:
         LearnerRound(disk_server, load_learner(), run_id=RUN).run()
 
 
-class Learner:
-    """Rank 0, whose weights move before every version."""
+def make_learner(server: RunningServer, directory: Path) -> Learner:
+    disk = {"transport": Transport.DISK, "disk_directory": str(directory), "disk_keep": 2}
+    return Learner(server, RUN, **disk)
 
-    def __init__(self, servers: list[RunningServer], directory: Path) -> None:
-        self.module = load_learner(seed=1)
-        self.publisher = ProcessPublisher(
-            publisher_setup(
-                *[ServerEndpoint(server.base_url, free_port()) for server in servers],
-                transport=Transport.DISK,
-                disk_directory=str(directory),
-                disk_keep=2,
-            )
-        )
-        self.sync = make_updates_by_checksums(self.module, self.publisher, run_id=RUN)
-        self._servers = servers
-        self._versions = servers[0].versions
 
-    @property
-    def version(self) -> int:
-        return self.sync.version
-
-    def begin(self) -> str:
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.add_(0.01)
-        self.sync.begin(range(len(self._servers)), version=next(self._versions))
-        return name_of(self.version)
-
-    def push(self) -> RoundOutcome:
-        self.begin()
-        return self.sync.wait()
-
-    def retry(self) -> RoundOutcome:
-        """The version that is kept, to a server that was suspected and answers again."""
-        mark_suspect(self.sync, 0)
-        life = self.sync.lives[0]
-        life.answered()
-        life.retry_step = 0
-        return self.sync.wait()
+def retry(learner: Learner) -> RoundOutcome:
+    """The version that is kept, to a server that was suspected and answers again."""
+    mark_suspect(learner.sync, 0)
+    life = learner.sync.lives[0]
+    life.answered()
+    life.retry_step = 0
+    return learner.sync.wait()
 
 
 @pytest.fixture(scope="module")
 def of_the_module(disk_server: RunningServer, shared: Path) -> Iterator[Learner]:
-    learner = Learner([disk_server], shared)
+    learner = make_learner(disk_server, shared)
     with closing(learner.sync):
         yield learner
 
@@ -155,7 +126,7 @@ def test_pushes_over_a_directory_are_proven_and_the_last_versions_stay(
 def test_a_retry_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     reader: RunningServer, learner: Learner, shared: Path, is_restarted: bool
 ) -> None:
-    version = learner.version
+    version = learner.sync.version
     file = file_of(shared, name_of(version))
     written = file.stat().st_ino
     if is_restarted:
@@ -164,7 +135,7 @@ def test_a_retry_reads_the_version_that_lies_there_and_removes_it_in_no_case(
     for is_torn in (False, True):
         if is_torn:
             flip(file, -1)
-        report = learner.retry().reports[0]
+        report = retry(learner).reports[0]
         assert report.proven is not is_torn, report.error
         assert file.stat().st_ino == written
         if not is_torn:
@@ -204,7 +175,7 @@ def test_a_fault_of_the_directory_fails_its_push_and_the_old_weights_serve_on(
     for fault, (commit, told) in FAULTS.items():
 
         def spoil(offer: WeightOffer, commit: Any = commit) -> OfferAnswer:
-            commit(shared / f".{name_of(learner.version)}.safetensors")
+            commit(shared / f".{name_of(learner.sync.version)}.safetensors")
             return take(offer)
 
         monkeypatch.setattr(slot, "offer", spoil)
@@ -245,7 +216,7 @@ def test_a_process_that_is_killed_while_a_server_reads_leaves_no_version(
 def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
     server: RunningServer, tmp_path: Path
 ) -> None:
-    learner = Learner([server], tmp_path)
+    learner = make_learner(server, tmp_path)
     with closing(learner.sync):
         error = str(learner.push().reports[0].error)
     assert f"start it with --weights-root {tmp_path}, or write rollout.sync.transport: auto" in error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,20 +91,28 @@ def learner(server: RunningServer) -> Iterator[Learner]:
     built.sync.close()
 
 
-def test_after_each_push_the_servers_greedy_answer_is_the_learners(
-    server: RunningServer, learner: Learner
-) -> None:
+def require_each_push_answered(learner: Any, ask: Callable[[], tuple[int, ...]], proof: str) -> None:
+    """After each push ``ask``, the server's greedy answer to the canary, is the learner's own."""
     answers = []
     for _ in range(3):
         outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
-        assert outcome.reports[0].proof == "checksums+canary"
-        (completion,) = server.infer([learner.canary.request], max_tokens=12)
-        assert learner.canary.latest.agrees(completion.token_ids)
-        assert completion.weight_version == outcome.version
-        answers.append(completion.token_ids)
+        assert outcome.reports[0].proof == proof
+        answers.append(ask())
+        assert learner.canary.latest.agrees(answers[-1])
         train_a_little(learner.module)
     assert len(set(answers)) > 1  # the pushes really moved something
+
+
+def test_after_each_push_the_servers_greedy_answer_is_the_learners(
+    server: RunningServer, learner: Learner
+) -> None:
+    def ask() -> tuple[int, ...]:
+        (completion,) = server.infer([learner.canary.request], max_tokens=12)
+        assert completion.weight_version == learner.sync.version
+        return completion.token_ids
+
+    require_each_push_answered(learner, ask, "checksums+canary")
 
 
 def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_every_few_pushes(
