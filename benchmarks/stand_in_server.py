@@ -39,7 +39,7 @@ from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server import routes
 from swift_stage2.rollout_server.command_line import ServerCommand, serve
-from swift_stage2.rollout_server.engine import Engine, GenerationJob, GenerationRequest, WeightStamp
+from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
@@ -172,7 +172,7 @@ class StandInEngine(TransformersRolloutEngine):
         with self._changed:
             self._running = tuple(each for each in self._running if each is not job)
             self._changed.notify_all()
-        self._book.finish(job, job.completion(stamp, row))
+        self._finish(job, job.completion(stamp, row))
 
 
 class StockWeights:
@@ -242,23 +242,36 @@ class StockWeights:
         self._communicator = None
 
 
-class StockRoutes(routes._ServerRoutes):
-    """Ours, and those by which ms-swift's client brings weights."""
+class StockService(RolloutService):
+    """Ours, and the routes by which ms-swift's client brings weights."""
 
-    def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
-        return super().table() | {
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.slot = StockWeights()  # type: ignore[assignment]
+
+    def _table(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        return super()._table() | {
+            ("GET", wire.WORLD_SIZE): self.world_size,
+            ("POST", wire.ENGINE_TYPE): self.engine_type,
             ("POST", wire.INIT_COMMUNICATOR): self.init_communicator,
             ("POST", wire.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
             ("POST", wire.PROCESS_WEIGHTS): self.process_weights,
             ("POST", wire.CLOSE_COMMUNICATOR): self.close_communicator,
-            ("POST", wire.RESET_ENCODER_CACHE): self.reset_prefix_cache,
-            ("POST", wire.RESET_MM_CACHE): self.reset_prefix_cache,
+            ("POST", wire.RESET_ENCODER_CACHE): self._reset_prefix_cache,
+            ("POST", wire.RESET_MM_CACHE): self._reset_prefix_cache,
         }
 
     @property
     def _stock(self) -> StockWeights:
-        weights: Any = self._slot
+        weights: Any = self.slot
         return cast(StockWeights, weights)
+
+    async def world_size(self) -> dict[str, int]:
+        return {"world_size": 1}
+
+    async def engine_type(self) -> dict[str, Any]:
+        off = dict.fromkeys(("enable_multi_turn", "use_gym_env", "enable_lora"), False)
+        return {"engine_type": "StandIn", **off}
 
     async def init_communicator(self, request: Request) -> dict[str, str]:
         port = (await self._json(request))["port"]
@@ -277,12 +290,6 @@ class StockRoutes(routes._ServerRoutes):
     async def close_communicator(self, request: Request) -> dict[str, str]:
         await self._off_loop(request, lambda _: self._stock.leave())
         return {"message": "Request received, closing communicator"}
-
-
-class StockService(RolloutService):
-    def __init__(self, engine: Engine, host: str = "127.0.0.1", weights_root: Path | None = None) -> None:
-        super().__init__(engine, host, weights_root)
-        self.slot = StockWeights()  # type: ignore[assignment]
 
 
 def drawn_latency(mean_s: float, slow_share: float, answer: int | None) -> float:
@@ -309,7 +316,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.stock:
         routes.RolloutService = StockService  # type: ignore[misc]
-        routes._ServerRoutes = StockRoutes  # type: ignore[misc]
 
     def load() -> StandInGenerator:
         torch.set_num_threads(1)

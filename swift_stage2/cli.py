@@ -30,7 +30,7 @@ _LEARNER_STATUSES = (
 # Commands with a parser of their own: module of this package with main(argv), what it is for.
 _OWN_PARSER = {
     "rollout": ("rollout_server.command_line", "serve rollouts of a model over HTTP"),
-    "merge": ("rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
+    "merge": ("rollout_server.merge_command", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("checks.doctor", "check everything that can be known before training"),
     "import": ("data.import_command", "turn a COCO, YOLO or VOC data set into rows"),

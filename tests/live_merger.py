@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from typing import Any
 import httpx
 from fake_rollout_server import FakeRolloutServer, request
 from free_port import free_port as free_port
+from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.rollout_merger.merged_post import SeedLayout
-from swift_stage2.rollout_merger.merger import Merger
+from swift_stage2.rollout_server.merger import Merger, SeedLayout
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.servers.session import ServerHttp
@@ -41,11 +40,7 @@ class LiveMerger:
 
     def wait_until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         """Waits until what ``/health/`` says makes ``holds`` true."""
-        end = time.monotonic() + LONGEST_WAIT_S
-        pause = threading.Event()
-        while not holds(state := self.merger.health()):
-            assert time.monotonic() < end, state
-            pause.wait(0.005)
+        wait_for(lambda: holds(self.merger.health()))
 
     def wait_until_queued(self, num_parts: int, num_control: int = 0) -> None:
         self.wait_until(

@@ -109,7 +109,7 @@ def test_a_refused_configuration_is_one_line_and_writes_nothing(tmp_path: Path, 
     [
         (("doctor", "absent.yaml"), "must exist"),
         (("rollout", "absent"), "checkpoint directory"),
-        (("merge", "--upstream", "localhost"), "--upstream must"),
+        (("merge", "--upstream", "localhost"), "--upstream: base_url must"),
     ],
     ids=lambda it: it[0] if isinstance(it, tuple) else "",
 )

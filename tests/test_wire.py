@@ -36,7 +36,7 @@ MESSAGES: list[wire.Message] = [
     wire.OfferAnswer(True, "listening", "secret"),
     wire.InstallRequest("run", 4, {"w": "sum"}, "resume", 5.0),
     wire.WeightProof("run", 4, "one", {"w": "sum"}, {"w": "sum"}, ("w",)),
-    WeightSums("one", {"w": "sum"}, {}, ("q",), {}, ("e",)),
+    WeightSums("one", {"w": "sum"}, {}, ("q",), ("e",)),
     FailedRequests((FailedRequest(3, "image"),), "refused"),
     SamplingOptions.from_json(greedy_config(8)),
 ]

@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -85,7 +86,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
         UserError: a model or a plugin that is not there.
     """
     first = CommandParser(prog=_PROGRAM, add_help=False)
-    _add_engine(first)
+    first.add_argument("--engine", choices=tuple(ENGINES), default="transformers")
     chosen, rest = first.parse_known_args(argv)
     return ENGINES[chosen.engine](rest)
 
@@ -120,18 +121,15 @@ def serve(command: ServerCommand) -> NoReturn:
 
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:
-    from swift_stage2.rollout_server.routes import RolloutService, create_app
+    from swift_stage2.rollout_server.routes import RolloutService
     from swift_stage2.servers.http_app import HttpServer
 
     engine = command.start_engine()
-    service = RolloutService(engine, command.group_bind or command.host, command.weights_root)
-    server = HttpServer(create_app(service, command.api_key, command.limits), service.end_work)
+    service = RolloutService(engine, command.group_bind or command.host, command.weights_root, command.limits)
+    server = HttpServer(service.app(command.api_key), service.end_work)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
-    watcher = threading.Thread(
-        target=_watch, args=(engine, server, f"{host}:{port}", ended), name="engine-watcher", daemon=True
-    )
-    watcher.start()
+    threading.Thread(target=_watch, args=(engine, server, f"{host}:{port}", ended), daemon=True).start()
     server.serve_on(listener)
     ended.set()
     broken = engine.status()
@@ -177,33 +175,27 @@ def transformers_command(
     argv: Sequence[str], load_generator: Callable[[], type[SwiftGenerator]] | None = None
 ) -> ServerCommand:
     """Reads the options of ``--engine transformers``; ``load_generator`` is called on the engine's thread: its kind."""
-    parser = _parser(_PROGRAM, _PURPOSE)
+    parser = _parser(_PROGRAM, f"{_PURPOSE} With --engine vllm the options are those of `swift rollout`.")
     parser.add_argument("model", help="directory or id of the checkpoint to serve")
-    _add_engine(parser, help="vllm takes the options of `swift rollout` instead")
     parser.add_argument("--model-type", help="ms-swift model type, when the checkpoint does not tell")
     parser.add_argument("--template", help="ms-swift template type, when the model type does not tell")
     parser.add_argument(
-        "--max-pixels",
-        type=whole_number(1),
-        help="images with more are shrunk, as by the learner's max_pixels",
+        "--max-pixels", type=whole_number(1), help="images with more are shrunk, as by the learner's"
     )
     parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
     parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
     parser.add_argument("--max-batch-size", type=whole_number(1), default=64)
     parser.add_argument("--num-threads", type=whole_number(1), help="CPU threads of the engine")
     options = parser.parse_args(argv)
-    _take_recorded_plugins(options, options.model)
+    _check_files(options)
 
     def start_engine() -> Engine:
         from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
-        return TransformersRolloutEngine(
-            lambda: _load_transformers(options, load_generator),
-            model=options.model,
-            max_batch_size=options.max_batch_size,
-        )
+        load = partial(_load_transformers, options, load_generator)
+        return TransformersRolloutEngine(load, model=options.model, max_batch_size=options.max_batch_size)
 
-    return _command(options, options.model, start_engine)
+    return _command(options, start_engine)
 
 
 def _load_transformers(
@@ -251,46 +243,35 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     parser.add_argument("--api_key", "--api-key", help="better: --api-key-env")
     is_named = bool(argv) and not argv[0].startswith("-")
     options, rest = parser.parse_known_args(["--model", *argv] if is_named else argv)
-    model = options.model
-    _take_recorded_plugins(options, model)
+    _check_files(options)
     plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
-    swift_argv = ["--model", model, *plugins, *rest]
+    swift_argv = ["--model", options.model, *plugins, *rest]
 
     def start_engine() -> Engine:
         from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 
-        build = swift_rollout_builder(swift_argv, trusts_code=options.trust_remote_code)
-        return VllmRolloutEngine(build, model=model)
+        build = partial(build_vllm, swift_argv, trusts_code=options.trust_remote_code)
+        return VllmRolloutEngine(build, model=options.model)
 
-    return _command(options, model, start_engine, api_key=options.api_key, has_children=True)
+    return _command(options, start_engine, api_key=options.api_key, has_children=True)
 
 
-def swift_rollout_builder(
-    swift_argv: Sequence[str], *, trusts_code: bool = False
-) -> Callable[[], VllmGenerator]:
-    """A function that builds ms-swift's engine for these arguments of ``swift rollout``.
+def build_vllm(swift_argv: Sequence[str], *, trusts_code: bool = False) -> VllmGenerator:
+    """ms-swift's engine for these arguments of ``swift rollout``. Raises ConfigError: ms-swift cannot read them."""
+    from swift_stage2.compat import declare_operators
 
-    It raises ConfigError for those that ms-swift's parser cannot read.
-    """
+    declare_operators()  # before ms-swift imports torchvision
+    from swift.arguments import RolloutArguments
 
-    def build() -> VllmGenerator:
-        from swift_stage2.compat import declare_operators
+    from swift_stage2.checks.swift_parsing import COMMAND_LINE, refuse_unreadable
 
-        declare_operators()  # before ms-swift imports torchvision
-        from swift.arguments import RolloutArguments
+    refuse_unreadable(swift_argv, RolloutArguments, where=COMMAND_LINE)  # vLLM takes longer to import
+    from swift_stage2.rollout_server.swift_generator import refuse_foreign_code
+    from swift_stage2.rollout_server.vllm_generator import build_generator
 
-        from swift_stage2.checks.swift_parsing import COMMAND_LINE, refuse_unreadable
-
-        refuse_unreadable(swift_argv, RolloutArguments, where=COMMAND_LINE)  # vLLM takes longer to import
-        from swift_stage2.rollout_server.vllm_generator import build_generator
-
-        if not trusts_code:
-            from swift_stage2.rollout_server.swift_generator import refuse_foreign_code
-
-            refuse_foreign_code()
-        return build_generator(swift_argv, trusts_code=trusts_code)
-
-    return build
+    if not trusts_code:
+        refuse_foreign_code()
+    return build_generator(swift_argv, trusts_code=trusts_code)
 
 
 ENGINES: dict[str, Callable[[Sequence[str]], ServerCommand]] = {
@@ -301,60 +282,52 @@ ENGINES: dict[str, Callable[[Sequence[str]], ServerCommand]] = {
 
 
 # --- all ----------------------------------------------------------------------------------------
-def _take_recorded_plugins(options: argparse.Namespace, model: str) -> None:
-    """Without plugins of the user's own those of the run that wrote the checkpoint, as `swift rollout` takes them."""
-    if not options.external_plugins:
-        options.external_plugins = recorded_plugins(Path(model), "--external-plugins FILE")
-
-
 def _parser(program: str, description: str) -> CommandParser:
     """Options that every engine has. The underscores are ms-swift's way to write them."""
     parser = CommandParser(
         prog=program, description=description, exit_statuses="0 after SIGTERM or Ctrl-C; 1 the engine broke"
     )
-    parser.add_argument("--external-plugins", "--external_plugins", nargs="*", default=[], metavar="FILE")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
-    parser.add_argument(
-        "--group-bind", metavar="ADDRESS", help="address to take weights at (default: --host)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--engine", choices=tuple(ENGINES), help="default transformers")  # read before
+    add("--external-plugins", "--external_plugins", nargs="*", default=[], metavar="FILE")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 takes any free port")
+    add("--group-bind", metavar="ADDRESS", help="address to take weights at (default: --host)")
+    add(
         "--weights-root",
         type=Path,
         metavar="DIR",
         help="let a learner have weights read from DIR, its disk_directory",
     )
-    parser.add_argument("--api-key-env", "--api_key_env", type=variable_option,
-                        default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")  # fmt: skip
-    parser.add_argument("--insecure", action="store_true", help="serve without a key where others reach the "
-                        "port: whoever does can replace the weights; off: refused")  # fmt: skip
-    parser.add_argument("--trust-remote-code", action="store_true",
-                        help="run Python that the checkpoint brings; off: such a checkpoint is refused")  # fmt: skip
+    add(
+        "--api-key-env",
+        "--api_key_env",
+        type=variable_option,
+        default="SWIFT_ROLLOUT_API_KEY",
+        metavar="NAME",
+    )
+    add("--insecure", action="store_true", help="serve without a key where others reach the port: whoever does can "
+        "replace the weights; off: refused")  # fmt: skip
+    add("--trust-remote-code", action="store_true",
+        help="run Python that the checkpoint brings; off: such a checkpoint is refused")  # fmt: skip
     add_limits(parser)
     return parser
 
 
-def _add_engine(parser: argparse.ArgumentParser, **more: Any) -> None:
-    parser.add_argument("--engine", choices=tuple(ENGINES), default="transformers", **more)
+def _check_files(options: argparse.Namespace) -> None:
+    """Without plugins of the user's own takes those of the run that wrote the checkpoint, as `swift rollout` does.
 
-
-def _command(
-    options: argparse.Namespace,
-    model: str,
-    start_engine: Callable[[], Engine],
-    *,
-    api_key: str | None = None,
-    has_children: bool = False,
-) -> ServerCommand:
-    """Raises UserError for a model or a plugin that is not there."""
-    directory = Path(model)
-    if directory.exists() or not _HUB_ID.fullmatch(
-        model
-    ):  # a hub id is left to ms-swift, which looks in its cache
+    Raises:
+        UserError: a model, plugin or directory that is not there.
+    """
+    directory = Path(options.model)
+    if not options.external_plugins:
+        options.external_plugins = recorded_plugins(directory, "--external-plugins FILE")
+    if directory.exists() or not _HUB_ID.fullmatch(options.model):  # ms-swift looks a hub id up in its cache
         if not any((directory / mark).is_file() for mark in ("config.json", "adapter_config.json")):
             raise UserError(
                 "the model must be a checkpoint directory with a config.json, or a hub id like owner/name",
-                got=f"model={model}",
+                got=f"model={options.model}",
                 remedy="check the path",
             )
         check_checkpoint("model", directory, of="the ")
@@ -362,11 +335,16 @@ def _command(
         if not Path(plugin).is_file():
             raise UserError("an external plugin must be a Python file", got=f"external_plugins={plugin}")
     if (root := options.weights_root) is not None and not root.is_dir():
-        raise UserError(
-            "--weights-root must be a directory that is there",
-            got=f"weights_root={root}",
-            remedy="make it first",
-        )
+        raise UserError("--weights-root must be a directory that is there", got=f"weights_root={root}")
+
+
+def _command(
+    options: argparse.Namespace,
+    start_engine: Callable[[], Engine],
+    *,
+    api_key: str | None = None,
+    has_children: bool = False,
+) -> ServerCommand:
     return ServerCommand(
         host=options.host,
         port=options.port,

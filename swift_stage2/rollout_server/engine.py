@@ -1,7 +1,7 @@
 """The base of every rollout engine: its thread, its state, its open jobs, and the records that it takes and gives.
 
 An engine owns the model and orders whatever touches it; callers hold futures. A job may be ended by an encoder thread,
-the engine's thread, an abort or the shutdown; ``JobBook`` decides who was first. Nothing here knows HTTP or torch. An
+the engine's thread, an abort or the shutdown: the first decides. Nothing here knows HTTP or torch. An
 engine of another kind is one subclass in a file of its own and an entry in ``command_line.ENGINES``.
 """
 
@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow
-    from swift_stage2.rollout_server.weight_source import OfferedWeights
+    from swift_stage2.rollout_server.weight_source import WeightSource
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
@@ -61,21 +62,20 @@ class JobAborted(Exception):
 
 @dataclass(eq=False, slots=True)
 class GenerationJob:
-    """One submitted request; its caller holds ``future``. ``alone`` keeps it out of other jobs' batches."""
+    """One submitted request; its caller holds ``future``."""
 
     request: GenerationRequest
     future: Future[Completion] = field(default_factory=Future)
     row: EncodedRow | None = None
     aborted: bool = False
-    alone: bool = False
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()  # only the engine ends it
 
     @property
-    def key(self) -> tuple[SamplingOptions, int | None]:
+    def key(self) -> SamplingOptions:
         """Jobs with equal keys may share a batch."""
-        return self.request.sampling, id(self) if self.alone else None
+        return self.request.sampling
 
     def abort(self) -> None:
         """Asks for an early end; does nothing once the job has ended."""
@@ -93,42 +93,6 @@ class GenerationJob:
             weight_version=stamp.version,
             run_id=stamp.run_id,
         )
-
-
-class JobBook:
-    """All jobs that have not ended."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: set[GenerationJob] = set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, jobs: Iterable[GenerationJob]) -> None:
-        with self._lock:
-            self._open.update(jobs)
-
-    def open_jobs(self) -> list[GenerationJob]:
-        with self._lock:
-            return list(self._open)
-
-    def finish(self, job: GenerationJob, completion: Completion) -> None:
-        """Answers the job, unless it has ended."""
-        if self._strike(job):
-            job.future.set_result(completion)
-
-    def fail(self, job: GenerationJob, error: Exception) -> None:
-        """Fails the job, unless it has ended."""
-        if self._strike(job):
-            let_go_of_frames(error)
-            job.future.set_exception(error)
-
-    def _strike(self, job: GenerationJob) -> bool:
-        with self._lock:
-            was_open = job in self._open
-            self._open.discard(job)
-            return was_open
 
 
 def let_go_of_frames(error: BaseException | None) -> None:
@@ -150,14 +114,6 @@ class InstalledWeights:
     loaded: tuple[str, ...]
     arrived: Mapping[str, str]
     resident: Mapping[str, str]
-
-
-class InstallFault(StrEnum):
-    """Faults of the load that tests switch on, to see whether a proof shows them."""
-
-    NONE = "none"
-    SKIP_COPY = "skip_copy"
-    FLIP_ELEMENT = "flip_element"
 
 
 class EngineState(StrEnum):
@@ -188,13 +144,11 @@ class Engine(ABC):
 
     name: str
     can_resume = False  # whether ``submit`` goes on behind a request's prefix
-    _traces_failed_load = False
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.install_fault = InstallFault.NONE
         self.stamp = WeightStamp()
-        self._book = JobBook()
+        self._open: set[GenerationJob] = set()
         self._manifest: tuple[TensorSpec, ...] = ()
         self._state, self._detail = EngineState.LOADING, ""
         self._loaded = threading.Event()
@@ -209,7 +163,7 @@ class Engine(ABC):
         state, detail = self._state, self._detail
         if state in (EngineState.LOADING, EngineState.READY) and (ailment := self._ailment()):
             state, detail = EngineState.BROKEN, ailment
-        num_open = len(self._book)
+        num_open = len(self._open)
         num_running = min(num_open, self._num_running())
         return EngineStatus(
             state,
@@ -228,7 +182,7 @@ class Engine(ABC):
 
     def abort(self, *, only_abortable: bool = False) -> int:
         """Ends all that is open, or what an install may end; completions say ``abort``. Returns how many."""
-        asked = [job for job in self._book.open_jobs() if job.request.may_abort or not only_abortable]
+        asked = [job for job in tuple(self._open) if job.request.may_abort or not only_abortable]
         for job in asked:
             job.abort()
         return len(asked)
@@ -236,45 +190,28 @@ class Engine(ABC):
     def settle(self, timeout_s: float, given_up: threading.Event) -> int:
         """Waits for the jobs that are open now; how many are left, in time or when their caller has ``given_up``."""
         end = time.monotonic() + timeout_s
-        waiting = {job.future for job in self._book.open_jobs()}
+        waiting = {job.future for job in tuple(self._open)}
         while waiting and not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
             waiting = wait(waiting, min(left_s, _GIVEN_UP_POLL_S)).not_done
         return len(waiting)
 
-    def reset_prefix_cache(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """Empties what was computed with the weights, once all has settled that was submitted before; False if not."""
-        return not self.settle(timeout_s, given_up)
+    def sum_arrived(self, weights: WeightSource) -> None:  # noqa: B027
+        """Sums what arrived, while requests still run; does nothing where the install reads the weights itself.
 
-    def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str] | None:
-        """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
-
-        Raises:
-            InstallFailed: they cannot be summed, or are not those that the file says.
+        Raises InstallFailed: the sums are not those that the file says.
         """
-        return None
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether an install that nobody waits for any more still reads its weights and writes the model."""
-        return False
 
     @property
     def may_read(self) -> bool:
         """Whether somebody may still read the weights of an install that has ended."""
-        return self.is_copying
+        return False
 
     @abstractmethod
-    def install(
-        self,
-        weights: OfferedWeights,
-        stamp: WeightStamp,
-        timeout_s: float,
-        arrived: Mapping[str, str] | None,
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         """Copies all tensors into the model, in its own dtypes, and empties what was computed with the old ones.
 
-        All jobs have settled, and none comes meanwhile; later completions carry ``stamp``. ``arrived`` is what
-        ``sum_arrived`` has returned.
+        All jobs have settled, none comes meanwhile, and ``sum_arrived`` has been called; later completions carry
+        ``stamp``. Installs are made one after another, also behind one that outlived its time.
 
         Raises:
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
@@ -318,9 +255,9 @@ class Engine(ABC):
         if self._state is not EngineState.BROKEN:
             self._state, self._detail = state, detail
         self._refuse_work()
-        for job in self._book.open_jobs():
+        for job in tuple(self._open):
             if state is EngineState.BROKEN or not self._hands_over(job):
-                self._book.fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
+                self._fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
             job.abort()
 
     @abstractmethod
@@ -331,8 +268,21 @@ class Engine(ABC):
     def _hands_over(self, job: GenerationJob) -> bool:
         """Whether a job that is aborted now will still be answered."""
 
+    def _finish(self, job: GenerationJob, completion: Completion) -> None:
+        """Answers the job, unless it has ended."""
+        self._open.discard(job)
+        with suppress(InvalidStateError):
+            job.future.set_result(completion)
+
     def _finish_unstarted(self, job: GenerationJob) -> None:
-        self._book.finish(job, job.completion(self.stamp))
+        self._finish(job, job.completion(self.stamp))
+
+    def _fail(self, job: GenerationJob, error: Exception) -> None:
+        """Fails the job, unless it has ended."""
+        self._open.discard(job)
+        let_go_of_frames(error)
+        with suppress(InvalidStateError):
+            job.future.set_exception(error)
 
     def _run_to_the_end(self) -> None:
         try:
@@ -340,9 +290,7 @@ class Engine(ABC):
         except UserError as error:
             self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread
-            # A model that does not load is the user's to mend, and the server's last line says how.
-            where = self._loaded.is_set() or self._traces_failed_load or _log.isEnabledFor(logging.DEBUG)
-            _log.error("the engine's thread ends", exc_info=where)
+            _log.exception("the engine's thread ends")
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
         finally:
             self._loaded.set()

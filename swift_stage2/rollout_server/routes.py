@@ -1,7 +1,9 @@
-"""The routes of the rollout server: stock ``swift rollout``'s paths, and ours under ``/stage2/``.
+"""The routes of the rollout server: stock ``swift rollout``'s paths for rollouts, and ours under ``/stage2/``.
 
-A route checks its body, asks engine or weight slot, and turns errors into statuses; it decides nothing. Whatever may
-wait, or takes long for a large call, runs off the event loop, so that ``/health/`` always answers at once.
+A route checks its body, asks engine or weight slot, and turns errors into statuses; it decides nothing. What is wrong
+with an ``/infer/`` call as a whole raises; what is wrong with one conversation becomes that request's own error, so
+that its sender can find it by halving. Whatever may wait, or takes long for a large call, runs off the event loop, so
+that ``/health/`` always answers at once.
 """
 
 from __future__ import annotations
@@ -10,19 +12,18 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from swift_stage2 import wire
-from swift_stage2.errors import EngineUnavailable
-from swift_stage2.rollout_server.checked_call import CheckedCall, check_call
+from swift_stage2.errors import EngineUnavailable, SampleError
 from swift_stage2.rollout_server.engine import Engine, EngineState, GenerationJob, GenerationRequest
 from swift_stage2.rollout_server.weight_slot import GateShut, WeightSlot
 from swift_stage2.servers.http_app import (
@@ -33,123 +34,102 @@ from swift_stage2.servers.http_app import (
     retrieve,
     run_attended,
 )
-from swift_stage2.servers.infer_wire import output_json
-from swift_stage2.servers.request_checks import RequestLimits
+from swift_stage2.servers.infer_wire import (
+    PREFIX,
+    REQUEST_ID,
+    InferCall,
+    SamplingOptions,
+    may_abort,
+    output_json,
+)
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
 _SETTLE_TIMEOUT_S = 600.0
 _LOOP_TIMEOUT_S = 30.0  # the event loop waits for nothing
 _CONTROL_THREADS = 8
 _CONTROL_BODY_BYTES = 64 * 2**20  # a manifest of 100,000 tensors has about 10 MB
+# What of a request ms-swift sees; the rest changes nothing that is generated.
+_CONVERSATION_KEYS = ("messages", "images", "tools", "objects", "chat_template_kwargs")
 ResultT = TypeVar("ResultT")
 
 
 class RolloutService:
-    """Engine and weight slot, as the routes talk to them. ``incarnation`` is new at every start of the process."""
+    """One server's engine and weight slot, and the routes to them. ``incarnation`` is new at every start."""
 
-    def __init__(self, engine: Engine, host: str = "127.0.0.1", weights_root: Path | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        host: str = "127.0.0.1",
+        weights_root: Path | None = None,
+        limits: RequestLimits | None = None,
+    ) -> None:
         """``host``: the address to listen on for weights, too. ``weights_root``: the directory to read them from."""
         self.engine = engine
         self.incarnation = uuid.uuid4().hex
         self.slot = WeightSlot(engine, self.incarnation, host=host, weights_root=weights_root)
         self._reads_disk = weights_root is not None
-
-    def end_work(self) -> None:
-        """Ends an install and what is being generated, because the server is asked to end."""
-        self.slot.close()
-        self.engine.abort()
-
-    def state(self) -> str:
-        """The engine's state unless it is ready; then the state of the weights."""
-        engine_state = self.engine.status().state
-        return str(engine_state if engine_state is not EngineState.READY else self.slot.state)
-
-    def info(self) -> wire.ServerInfo:
-        stamp = self.engine.stamp
-        return wire.ServerInfo(
-            stock=False,
-            incarnation=self.incarnation,
-            engine=self.engine.name,
-            model=_absolute(self.engine.model),
-            weight_version=stamp.version,
-            run_id=stamp.run_id,
-            state=self.state(),
-            manifest=self.engine.manifest(),
-            reads_disk=self._reads_disk,
-            resume=self.engine.can_resume,
-        )
-
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the engine can answer, and what it does; never waits for it."""
-        status = self.engine.status()
-        ready = status.state is EngineState.READY
-        return ready, {
-            "status": "ok" if ready else str(status.state),
-            **asdict(status),
-            "state": self.state(),
-        }
-
-
-def _absolute(model: str) -> str:
-    """A directory so that others on this machine find it, too; a hub id as it is."""
-    return str(Path(model).absolute()) if Path(model).is_dir() else model
-
-
-def create_app(
-    service: RolloutService, api_key: str | None = None, limits: RequestLimits | None = None
-) -> FastAPI:
-    """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    takes = replace(limits or RequestLimits(), takes_prefix=service.engine.can_resume)
-    routes = _ServerRoutes(service, takes)
-    return make_app(routes.table(), routes.health, api_key)
-
-
-class _ServerRoutes:
-    def __init__(self, service: RolloutService, limits: RequestLimits) -> None:
-        self._service = service
-        self._limits = limits
-        self._slot = service.slot
-        self._engine = service.engine
-        self._arrived: set[asyncio.Future[CheckedCall]] = (
-            set()
-        )  # what is being decoded; of the event loop alone
-        self._bodies = BodyLimit(limits.body_bytes)
-        self._control_bodies = BodyLimit(min(limits.body_bytes, _CONTROL_BODY_BYTES))
+        self._limits = replace(limits or RequestLimits(), takes_prefix=engine.can_resume)
+        self._arrived: set[asyncio.Future[CheckedCall]] = set()  # being decoded; of the event loop alone
+        self._bodies = BodyLimit(self._limits.body_bytes)
+        self._control_bodies = BodyLimit(min(self._limits.body_bytes, _CONTROL_BODY_BYTES))
         # Apart: resets may wait for completions, and the installs that end completions must not wait for them.
         self._texts, self._control, self._resets = (
             ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix=name)
             for name in ("text", "control", "reset")
         )
 
-    def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
+    def app(self, api_key: str | None) -> FastAPI:
+        """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
+        return make_app(self._table(), self._health, api_key)
+
+    def end_work(self) -> None:
+        """Ends an install and what is being generated, because the server is asked to end."""
+        self.slot.close()
+        self.engine.abort()
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the engine can answer, and what it does; never waits for it."""
+        status = self.engine.status()
+        ready = status.state is EngineState.READY
+        told = {"status": "ok" if ready else str(status.state)}
+        return ready, told | asdict(status) | {"state": self._state()}
+
+    def _state(self) -> str:
+        """The engine's state unless it is ready; then the state of the weights."""
+        state = self.engine.status().state
+        return str(state if state is not EngineState.READY else self.slot.state)
+
+    # --- routes ---------------------------------------------------------------------------------
+    def _table(self) -> dict[tuple[str, str], Callable[..., Any]]:
         return {
-            ("GET", wire.WORLD_SIZE): self.world_size,
-            ("POST", wire.ENGINE_TYPE): self.engine_type,
-            ("POST", wire.INFER): self.infer,
-            ("POST", wire.RESET_PREFIX_CACHE): self.reset_prefix_cache,
-            ("GET", wire.SERVER_INFO): self.info,
-            ("POST", wire.WEIGHTS): self.offer_weights,
-            ("POST", wire.INSTALL): self.install_weights,
+            ("POST", wire.INFER): self._infer,
+            ("POST", wire.RESET_PREFIX_CACHE): self._reset_prefix_cache,
+            ("GET", wire.SERVER_INFO): self._info,
+            ("POST", wire.WEIGHTS): self._offer_weights,
+            ("POST", wire.INSTALL): self._install_weights,
         }
 
-    async def health(self) -> JSONResponse:
-        ready, body = self._service.health()
+    async def _health(self) -> JSONResponse:
+        ready, body = self.health()
         return JSONResponse(body, 200 if ready else 503)
 
-    async def info(self) -> dict[str, Any]:
-        return self._service.info().to_json()
+    async def _info(self) -> dict[str, Any]:
+        stamp, model = self.engine.stamp, self.engine.model
+        return wire.ServerInfo(
+            stock=False,
+            incarnation=self.incarnation,
+            engine=self.engine.name,
+            # A directory so that others on this machine find it, too; a hub id as it is.
+            model=str(Path(model).absolute()) if Path(model).is_dir() else model,
+            weight_version=stamp.version,
+            run_id=stamp.run_id,
+            state=self._state(),
+            manifest=self.engine.manifest(),
+            reads_disk=self._reads_disk,
+            resume=self.engine.can_resume,
+        ).to_json()
 
-    async def world_size(self) -> dict[str, int]:
-        return {"world_size": 1}
-
-    async def engine_type(self) -> dict[str, Any]:
-        return {
-            "engine_type": f"Stage2{self._engine.name.capitalize()}Engine",
-            "enable_multi_turn": False,
-            "use_gym_env": False,
-            "enable_lora": False,
-        }
-
-    async def infer(self, request: Request) -> Response:
+    async def _infer(self, request: Request) -> Response:
         call = await self._checked_call(request)
         if call.faults:
             return failed_requests(call.faults, call.num_requests)
@@ -164,21 +144,22 @@ class _ServerRoutes:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._texts, self._reply, jobs, call.return_details)
 
-    async def reset_prefix_cache(self, request: Request) -> dict[str, str]:
+    async def _reset_prefix_cache(self, request: Request) -> dict[str, str]:
+        """Answers once all has ended that was asked before. Every install empties the caches, so they stay."""
         if earlier := tuple(self._arrived):  # what came before is submitted, and waited for, or refused
             await asyncio.wait(earlier, timeout=_LOOP_TIMEOUT_S)
         succeeded = await run_attended(
-            request, self._resets, lambda gone: self._engine.reset_prefix_cache(_SETTLE_TIMEOUT_S, gone)
+            request, self._resets, lambda gone: not self.engine.settle(_SETTLE_TIMEOUT_S, gone)
         )
         return {"message": f"Request received, resetting prefix cache status: {succeeded}"}
 
-    async def offer_weights(self, request: Request) -> dict[str, Any]:
+    async def _offer_weights(self, request: Request) -> dict[str, Any]:
         offer = wire.WeightOffer.from_json(await self._json(request))
-        return (await self._off_loop(request, lambda _: self._slot.offer(offer))).to_json()
+        return (await self._off_loop(request, lambda _: self.slot.offer(offer))).to_json()
 
-    async def install_weights(self, request: Request) -> dict[str, Any]:
+    async def _install_weights(self, request: Request) -> dict[str, Any]:
         wanted = wire.InstallRequest.from_json(await self._json(request))
-        return (await self._off_loop(request, partial(self._slot.install, wanted))).to_json()
+        return (await self._off_loop(request, partial(self.slot.install, wanted))).to_json()
 
     async def _json(self, request: Request) -> Any:
         async with self._control_bodies.body(request) as raw:
@@ -199,8 +180,8 @@ class _ServerRoutes:
         """Waits, on no thread, while weights are installed. Raises as ``WeightSlot.admission`` does, and the engine."""
         while True:
             try:
-                with self._slot.admission():
-                    return self._engine.submit(asked)
+                with self.slot.admission():
+                    return self.engine.submit(asked)
             except GateShut as shut:
                 opened = asyncio.wrap_future(shut.opened)
             await attend(request, opened)  # deadline: the install's
@@ -210,7 +191,7 @@ class _ServerRoutes:
 
     def _reply(self, jobs: Sequence[GenerationJob], return_details: bool) -> Response:
         """Written output by output: no single step of it holds up other threads."""
-        write = partial(output_json, model=self._engine.model, return_details=return_details)
+        write = partial(output_json, model=self.engine.model, return_details=return_details)
         outputs = (json.dumps(write(job.future.result(0), request_id=job.request.request_id)) for job in jobs)
         return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
@@ -231,3 +212,50 @@ async def _failures_of(jobs: Sequence[GenerationJob], request: Request) -> dict[
         if isinstance(error, EngineUnavailable):
             raise error
     return failures
+
+
+# --- the body of /infer/ -------------------------------------------------------------------------
+class CheckedCall(NamedTuple):
+    """An ``/infer/`` call. ``faults`` says why a conversation, by its place, cannot be asked; the others are
+    ``requests``."""
+
+    requests: Sequence[GenerationRequest]
+    faults: Mapping[int, SampleError]
+    num_requests: int
+    return_details: bool
+
+
+def check_call(raw: bytes | bytearray, limits: RequestLimits) -> CheckedCall:
+    """Raises ProtocolError, in one line, for what is wrong with the call as a whole."""
+    call = InferCall.from_json(wire.parse_call(raw))
+    options = call.request_config or SamplingOptions()
+    faults = check_conversations(call.infer_requests, limits)
+    requests = []
+    for place, record in enumerate(call.infer_requests):
+        if place not in faults:
+            try:
+                requests.append(_request(record, options))
+            except SampleError as error:
+                faults[place] = error
+    return CheckedCall(requests, faults, len(call.infer_requests), bool(options.return_details))
+
+
+def _request(record: Mapping[str, Any], options: SamplingOptions) -> GenerationRequest:
+    prefix = tuple(record.get(PREFIX) or ())
+    if prefix and options.max_tokens is not None and len(prefix) >= options.max_tokens:
+        raise SampleError(
+            f"{PREFIX} must be shorter than max_tokens, which counts them, too",
+            got=f"num_prefix={len(prefix)} max_tokens={options.max_tokens}",
+            remedy="take such an answer as one that was cut, or ask for more",
+        )
+    conversation = {key: record[key] for key in _CONVERSATION_KEYS if record.get(key) is not None}
+    request_id = record.get(REQUEST_ID)
+    return GenerationRequest(
+        conversation={**conversation, "images": record.get("images") or []},
+        sampling=replace(options, max_tokens=None, seed=None, return_details=None),
+        max_new_tokens=options.max_tokens,
+        seed=options.seed,
+        prefix=prefix,
+        may_abort=may_abort(record),
+        request_id=request_id if isinstance(request_id, str) else None,
+    )

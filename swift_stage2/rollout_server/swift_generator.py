@@ -43,7 +43,6 @@ declare_operators()  # before the first import of ms-swift, which imports torchv
 
 from swift.infer_engine import TransformersEngine  # noqa: E402
 from swift.model import get_model_processor  # noqa: E402
-from swift.template.utils import StopWordsCriteria  # noqa: E402
 from swift.template.vision_utils import rescale_image  # noqa: E402
 from swift.utils import import_external_file, to_device  # noqa: E402
 
@@ -125,14 +124,12 @@ class RowLedger(StoppingCriteria):
         prompt_length: int,
         limits: Sequence[int],
         stop_token_ids: Sequence[int],
-        stop_words: StoppingCriteria | None,
         aborted: Callable[[], Sequence[bool]],
         device: torch.device,
     ) -> None:
         self._prompt_length = prompt_length
         self._limits = torch.tensor(limits, device=device)
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
-        self._stop_words = stop_words
         self._aborted = aborted
         self._ends = torch.full((len(limits),), RowEnd.RUNNING, device=device)
         self._lengths = torch.zeros(len(limits), dtype=torch.long, device=device)
@@ -143,8 +140,6 @@ class RowLedger(StoppingCriteria):
         length = input_ids.shape[1] - self._prompt_length
         running = self._ends == RowEnd.RUNNING
         stopped = torch.isin(input_ids[:, -1], self._stop_token_ids)
-        if self._stop_words is not None:
-            stopped |= self._stop_words(input_ids, scores)
         aborted = torch.tensor(self._aborted(), device=stopped.device)
         end = torch.where(aborted, RowEnd.ABORT, RowEnd.RUNNING)
         end = torch.where(self._limits <= length, RowEnd.LENGTH, end)
@@ -227,8 +222,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         if room <= 0:
             raise SampleError(
                 "a prompt must leave room for one token",
-                got=f"prompt_tokens={len(prompt)} "
-                f"prefix_tokens={len(prefix)} max_model_len={self.max_model_len}",
+                got=f"prompt_tokens={len(prompt)} prefix_tokens={len(prefix)} max_model_len={self.max_model_len}",
                 remedy="shorten it or shrink its images",
             )
         limit = room if request.max_new_tokens is None else min(request.max_new_tokens - len(prefix), room)
@@ -253,7 +247,6 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             prompt_length=num_prompt,
             limits=[row.limit for row in rows],
             stop_token_ids=self._stop_ids(),
-            stop_words=StopWordsCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None,
             aborted=aborted,
             device=self.model.device,
         )
@@ -261,13 +254,10 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         seeds = [row.seed for row in rows]
         uniforms = None if warpers is None else draw_uniforms(seeds, longest, self.model.device)
         sampler = RowSampler(warpers or (), uniforms, with_log_probs=bool(sampling.logprobs))
-        penalty = sampling.repetition_penalty
-        if penalty is None:
-            penalty = getattr(self.generation_config, "repetition_penalty", None) or 1.0
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=longest,
             do_sample=False,  # RowSampler draws
-            repetition_penalty=penalty,
+            repetition_penalty=self._setting(sampling, "repetition_penalty") or 1.0,
             eos_token_id=self._stop_ids(),
             pad_token_id=self.tokenizer.pad_token_id,
         )
@@ -279,34 +269,34 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         sequences = self.template.generate(self.model, **arguments)[:, num_prompt:].tolist()
         log_probs = sampler.log_probs()
         generated = []
-        for i, (length, end) in enumerate(ledger.ends()):
+        for i, (row, (length, end)) in enumerate(zip(rows, ledger.ends(), strict=True)):
             tokens = sequences[i][:length]
-            text = self.template.decode_generate_ids(
-                [*rows[i].prefix, *tokens], template_inputs=rows[i].template_inputs
-            )
-            generated.append(
-                GeneratedRow(text, tuple(tokens), end, tuple(log_probs[i][:length]) if log_probs else None)
-            )
+            ids = [*row.prefix, *tokens]
+            text = self.template.decode_generate_ids(ids, template_inputs=row.template_inputs)
+            drawn = tuple(log_probs[i][:length]) if log_probs else None
+            generated.append(GeneratedRow(text, tuple(tokens), end, drawn))
         return generated
 
     def _warpers(self, sampling: SamplingOptions) -> list[LogitsProcessor] | None:
-        """None when greedy. Values that a request leaves open come from the model's generation config."""
-        default = self.generation_config
-        temperature = sampling.temperature
-        if temperature is None:
-            temperature = (
-                (getattr(default, "temperature", None) or 1.0) if getattr(default, "do_sample", False) else 0
-            )
+        """None when greedy."""
+        if sampling.temperature is None and not getattr(self.generation_config, "do_sample", False):
+            return None
+        temperature, top_k, top_p = (
+            self._setting(sampling, name) for name in ("temperature", "top_k", "top_p")
+        )
         if temperature == 0:
             return None
-        top_k = sampling.top_k if sampling.top_k is not None else getattr(default, "top_k", None)
-        top_p = sampling.top_p if sampling.top_p is not None else getattr(default, "top_p", None)
-        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(temperature))]
+        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(temperature or 1.0))]
         if top_k is not None and top_k > 0:
             warpers.append(TopKLogitsWarper(top_k))
         if top_p is not None and top_p < 1:
             warpers.append(TopPLogitsWarper(top_p))
         return warpers
+
+    def _setting(self, sampling: SamplingOptions, name: str) -> Any:
+        """What a request leaves open comes from the model's generation config."""
+        given = getattr(sampling, name)
+        return getattr(self.generation_config, name, None) if given is None else given
 
     def _stop_ids(self) -> list[int]:
         """The model's end tokens and the template's stop words, as vLLM is given them by ms-swift."""

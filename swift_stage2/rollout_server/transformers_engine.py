@@ -21,7 +21,6 @@ from swift_stage2.rollout_server.engine import (
     GenerationJob,
     GenerationRequest,
     InstalledWeights,
-    InstallFault,
     JobAborted,
     WeightStamp,
     require_loaded,
@@ -32,10 +31,15 @@ from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
-    from swift_stage2.rollout_server.weight_source import OfferedWeights
+    from swift_stage2.rollout_server.weight_source import WeightSource
 
 _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
+
+
+def copy_weights(parameters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in weights.items():
+        parameters[name].copy_(tensor)
 
 
 class TransformersRolloutEngine(Engine):
@@ -43,6 +47,7 @@ class TransformersRolloutEngine(Engine):
 
     name = "transformers"
     can_resume = True
+    copy = staticmethod(copy_weights)
 
     def __init__(self, load: Callable[[], SwiftGenerator], *, model: str, max_batch_size: int = 64) -> None:
         super().__init__(model)
@@ -64,45 +69,34 @@ class TransformersRolloutEngine(Engine):
         self._require_ready()
         self._queue.expect(len(requests))
         jobs = [GenerationJob(request) for request in requests]
-        self._book.add(jobs)
+        self._open.update(jobs)
         for job in jobs:
             try:
                 self._encoders.submit(self._encode, job)
             except RuntimeError:  # the engine has ended since it was ready
-                self._book.fail(job, EngineUnavailable("the engine was shut down"))
+                self._fail(job, EngineUnavailable("the engine was shut down"))
         return jobs
 
     def abort(self, *, only_abortable: bool = False) -> int:
         """As ``Engine.abort``; what waits for a batch is answered at once."""
         num_asked = super().abort(only_abortable=only_abortable)
-        for job in self._book.open_jobs():
+        for job in tuple(self._open):
             if job.aborted and self._queue.remove(job):
                 self._finish_unstarted(job)
         return num_asked
 
-    def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str]:
-        try:
-            sums = checksums_by_name(weights.tensors)
-        except RuntimeError as error:
-            raise InstallFailed(f"the weights that arrived could not be summed: {error}") from error
-        weights.require(sums)
-        return sums
+    def sum_arrived(self, weights: WeightSource) -> None:
+        weights.require(checksums_by_name(weights.tensors))
 
     @property
-    def is_copying(self) -> bool:
+    def may_read(self) -> bool:
         return self._late_copy is not None and not self._late_copy.done()
 
-    def install(
-        self,
-        weights: OfferedWeights,
-        stamp: WeightStamp,
-        timeout_s: float,
-        arrived: Mapping[str, str] | None,
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
-        assert arrived is not None
+        tensors, arrived = weights.tensors, weights.arrived
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights.tensors, arrived, stamp)).future
+            future = self._queue.put_task(lambda: self._copy_weights(tensors, arrived, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             if has_begun := not future.cancel():
@@ -126,7 +120,7 @@ class TransformersRolloutEngine(Engine):
             pass  # ended below, as one that was aborted before or after
         except Exception as error:  # top of a pool thread: a broken sample is that request's own failure
             self._queue.withdraw()
-            self._book.fail(job, error)
+            self._fail(job, error)
             return
         if job.aborted:
             self._queue.withdraw()
@@ -135,7 +129,7 @@ class TransformersRolloutEngine(Engine):
         try:
             self._queue.put(job, expected=True)
         except EngineUnavailable as error:
-            self._book.fail(job, error)
+            self._fail(job, error)
 
     # --- engine thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -172,38 +166,27 @@ class TransformersRolloutEngine(Engine):
             )
         except torch.AcceleratorError:
             for job in jobs:
-                self._book.fail(job, EngineUnavailable("the accelerator failed under this batch"))
+                self._fail(job, EngineUnavailable("the accelerator failed under this batch"))
             raise  # nothing on the device can be trusted any more
         except Exception as error:  # a row that the model cannot take must not fail its neighbours
+            if len(jobs) == 1:
+                self._fail(jobs[0], error)
+                return
+            _log.warning("a batch of %d failed and is run again one by one: %s", len(jobs), error)
+            for job in jobs:
+                self._run_batch([job])
+            return
+        finally:
             self._running = ()
-            self._retry_alone(jobs, error)
-            return
-        self._running = ()
         for job, row in zip(jobs, rows, strict=True):
-            self._book.finish(job, job.completion(stamp, row))
-
-    def _retry_alone(self, jobs: list[GenerationJob], error: Exception) -> None:
-        if len(jobs) == 1:
-            self._book.fail(jobs[0], error)
-            return
-        _log.warning("a batch of %d failed and is run again one by one: %s", len(jobs), error)
-        for job in jobs:
-            job.alone = True
-            try:
-                self._queue.put(job)
-            except EngineUnavailable as closed:
-                self._book.fail(job, closed)
+            self._finish(job, job.completion(stamp, row))
 
     def _copy_weights(
         self, weights: Mapping[str, torch.Tensor], arrived: Mapping[str, str], stamp: WeightStamp
     ) -> InstalledWeights:
         parameters = dict(self.generator.model.named_parameters())
         with torch.no_grad():
-            if self.install_fault is not InstallFault.SKIP_COPY:
-                for name, tensor in weights.items():
-                    parameters[name].copy_(tensor)
-            if self.install_fault is InstallFault.FLIP_ELEMENT:
-                next(iter(parameters.values())).view(-1)[0] += 1
+            self.copy(parameters, weights)
         self.stamp = stamp
         resident = checksums_by_name({name: parameters[name] for name in weights})
         for name, tensor in weights.items():

@@ -8,14 +8,12 @@ go with them. When vLLM's processes die, open requests fail and the engine is br
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
@@ -28,12 +26,13 @@ from swift_stage2.rollout_server.engine import (
     WeightStamp,
     require_loaded,
 )
-from swift_stage2.rollout_server.vllm_weights import installed_weights
+from swift_stage2.rollout_server.vllm_weights import Report, combine
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
-    from swift_stage2.rollout_server.weight_source import OfferedWeights
+    from swift_stage2.rollout_server.weight_source import WeightSource
 
+_MAX_SHOWN = 5
 _POLL_S = 0.02
 _HAND_OVER_S = 1.0
 _SHUTDOWN_TIMEOUT_S = 2.0  # then vLLM kills them
@@ -45,7 +44,6 @@ class VllmRolloutEngine(Engine):
 
     name = "vllm"
     can_resume = True
-    _traces_failed_load = True
 
     def __init__(self, build: Callable[[], VllmGenerator], *, model: str) -> None:
         super().__init__(model)
@@ -64,33 +62,22 @@ class VllmRolloutEngine(Engine):
             GenerationJob(replace(request, seed=None if request.seed is None else request.seed + i))
             for i, request in enumerate(requests)
         ]
-        self._book.add(jobs)
+        self._open.update(jobs)
         with suppress(RuntimeError):  # the loop has just been closed
             self._loop.call_soon_threadsafe(self._spawn, jobs)
         if self.status().state is not EngineState.READY:  # it ended before it knew of these
             for job in jobs:
-                self._book.fail(job, EngineUnavailable("the engine was shut down"))
+                self._fail(job, EngineUnavailable("the engine was shut down"))
         return jobs
-
-    def reset_prefix_cache(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """As ``Engine.reset_prefix_cache``; raises EngineUnavailable unless the engine is ready."""
-        settled = super().reset_prefix_cache(timeout_s, given_up)
-        return settled and self._call(require_loaded(self._generator).reset_caches(), timeout_s)
 
     @property
     def may_read(self) -> bool:
         return bool(self._lent)
 
-    def install(
-        self,
-        weights: OfferedWeights,
-        stamp: WeightStamp,
-        timeout_s: float,
-        arrived: Mapping[str, str] | None,
-    ) -> InstalledWeights:
+    def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
         """As ``Engine.install``. ``resident`` is read back from vLLM's own parameters, fused or cut as they
-        are: ``vllm_weights`` says how. ``loaded`` are the tensors of which any part was found there. The workers open
-        and sum the weights themselves.
+        are: ``vllm_weights`` says how. ``loaded`` are the tensors that were found there. The workers open and sum the
+        weights themselves.
         """
         generator = self._generator
         if generator is None:
@@ -98,15 +85,27 @@ class VllmRolloutEngine(Engine):
         path, file = weights.lend()
         self._lent.append(file)
         try:
-            reports, is_reset = self._call(self._load_weights(generator, path), timeout_s)
+            future = asyncio.run_coroutine_threadsafe(self._load_weights(generator, path), self._loop)
+            reports, is_reset = future.result(timeout_s)
+        except InstallFailed:
+            raise
+        except FutureTimeout as error:
+            future.cancel()
+            raise InstallFailed(f"the engine did not answer within {timeout_s:.1f} s", torn=True) from error
         except Exception as error:  # whatever vLLM's loader raises
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise InstallFailed(f"the weights could not be loaded: {reason[-1]}", torn=True) from error
         if not is_reset:
             raise InstallFailed("vLLM did not empty its caches", torn=True)
-        installed = installed_weights(weights.tensors, reports)
+        sums = combine("", "", [reports], len(reports))
+        if left_out := sums.left_out:
+            raise InstallFailed(
+                f"a push must reach every parameter of the engine, got num_left_out={len(left_out)}: "
+                f"{', '.join(left_out[:_MAX_SHOWN])}",
+                torn=True,
+            )
         self.stamp = stamp
-        return installed
+        return InstalledWeights(tuple(sums.resident), sums.arrived, sums.resident)
 
     # --- engine thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -156,26 +155,29 @@ class VllmRolloutEngine(Engine):
             completion = await require_loaded(self._generator).answer(
                 job.request, name, self.stamp, lambda: job.aborted
             )
-            self._book.finish(job, completion)
+            self._finish(job, completion)
         except JobAborted:
             self._finish_unstarted(job)
         except EngineDeadError:
-            self._book.fail(job, EngineUnavailable(_DEAD))
+            self._fail(job, EngineUnavailable(_DEAD))
         except asyncio.CancelledError:
-            self._book.fail(job, EngineUnavailable("the engine was shut down"))
+            self._fail(job, EngineUnavailable("the engine was shut down"))
             raise
         except Exception as error:  # a request that cannot be answered fails alone
-            self._book.fail(job, request_failure(error))
+            self._fail(job, request_failure(error))
         finally:
             del self._held[job]
 
-    async def _load_weights(
-        self, generator: VllmGenerator, path: str
-    ) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    async def _load_weights(self, generator: VllmGenerator, path: str) -> tuple[Sequence[Report], bool]:
         """The workers' reports, and whether what was computed with the old weights is gone."""
-        reports = await generator.load_weights(path, str(self.install_fault))
+        refusals = await generator.load_weights(path)
         self._close_lent()  # workers do one thing after another: earlier loads are over
-        return reports, await generator.reset_caches()
+        if refused := [each for each in refusals if each]:
+            raise InstallFailed(
+                f"vLLM's workers must read the weights, got in {len(refused)} of {len(refusals)}: {refused[0]}",
+                torn=len(refused) < len(refusals),
+            )
+        return await generator.held_weights(), await generator.reset_caches()
 
     def _close_lent(self) -> None:
         lent, self._lent = self._lent, []
@@ -183,24 +185,6 @@ class VllmRolloutEngine(Engine):
             file.close()
 
     # --- any thread -----------------------------------------------------------------------------
-    def _call(self, work: Any, timeout_s: float) -> Any:
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise EngineUnavailable("the engine was shut down") from error
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout as error:
-            future.cancel()
-            raise EngineUnavailable(f"the engine did not answer within {timeout_s:.1f} s") from error
-        except CancelledError as error:
-            raise EngineUnavailable("the engine was shut down") from error
-        except Exception as error:
-            if self.status().state is EngineState.BROKEN:
-                raise EngineUnavailable(f"the engine is broken: {_DEAD}") from error
-            raise
-
     def _ailment(self) -> str:
         generator = self._generator
         return super()._ailment() or (_DEAD if generator is not None and generator.is_dead else "")

@@ -18,6 +18,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
+from swift_stage2.rollout_server.vllm_weights import WORKER_EXTENSION, Report
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import TensorSpec
 
@@ -33,8 +34,6 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 from swift_stage2.checks.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
 __all__ = ["EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
-
-_WORKER_EXTENSION = "swift_stage2.rollout_server.vllm_worker.StagedWeightsExtension"
 
 
 @dataclass
@@ -60,7 +59,7 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGe
     _refuse_unserved(arguments)
     engine_kwargs = {
         **(arguments.vllm_engine_kwargs or {}),
-        "worker_extension_cls": _WORKER_EXTENSION,
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     options = {
         **arguments.get_vllm_engine_kwargs(),
@@ -175,11 +174,14 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         """Ends a request; its completion says ``abort``. Does nothing to one that vLLM does not hold."""
         await self.engine.abort(request_id)
 
-    async def load_weights(self, path: str, fault: str) -> list[dict[str, Any]]:
-        """Every worker's report of the load, see ``StagedWeightsExtension``."""
-        reports: list[dict[str, Any]] = await self.engine.collective_rpc(
-            "stage2_load_weights", args=(path, fault)
-        )
+    async def load_weights(self, path: str) -> list[str]:
+        """Has every worker load a snapshot; why it could not read it, empty of one that has."""
+        refusals: list[str] = await self.engine.collective_rpc("stage2_load_weights", args=(path,))
+        return refusals
+
+    async def held_weights(self) -> list[Report]:
+        """What every worker holds of the last load, see ``vllm_weights``."""
+        reports: list[Report] = await self.engine.collective_rpc("stage2_weight_sums", args=("",))
         return reports
 
     async def reset_caches(self) -> bool:
@@ -213,9 +215,7 @@ def _request_config(request: GenerationRequest) -> RequestConfig:
     options: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     options |= {"max_tokens": request.max_new_tokens, "seed": request.seed}
     given = {name: value for name, value in options.items() if value is not None}
-    return RequestConfig(
-        **given, stop=list(sampling.stop or ()), logprobs=bool(sampling.logprobs), return_details=True
-    )
+    return RequestConfig(**given, logprobs=bool(sampling.logprobs), return_details=True)
 
 
 def _log_probs(record: dict[str, Any] | None) -> tuple[float, ...]:

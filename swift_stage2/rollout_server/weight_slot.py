@@ -2,8 +2,8 @@
 
 ``offer`` takes at most one set of weights, beside those that serve; ``install`` shuts the gate, has the engine copy
 them and compares sums. The server serves iff the sums agree. An install that fails before the copy, or whose caller has
-gone, leaves the old weights serving under their old stamp. Called by the routes from any thread; the lock is held for
-decisions only, never while anything is waited for.
+gone by then, leaves the old weights serving under their old stamp. Called by the routes from any thread; the lock is
+held for decisions only, never while anything is waited for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from swift_stage2.errors import EngineUnavailable, InstallFailed, ProtocolError,
 from swift_stage2.rollout_server.engine import Engine, WeightStamp, let_go_of_frames
 from swift_stage2.rollout_server.weight_source import (
     DiskFile,
-    FilledSource,
-    OfferedWeights,
     WeightSource,
     compare_manifests,
     listen,
@@ -43,7 +41,6 @@ from swift_stage2.wire import (
 )
 
 _log = logging.getLogger(__name__)
-_GIVEN_UP_POLL_S = 0.25
 _JOIN_TIMEOUT_S = 2.0
 _LEAST_INSTALL_S = 0.1
 
@@ -80,11 +77,11 @@ class WeightSlot:
         self._incarnation = incarnation
         self._host = host
         self._weights_root = weights_root
-        self._offering = threading.Lock()  # one offer at a time, each within seconds
         self._memory: MemoryFile | None = None
         """For weights that must be copied, kept so that its pages stay mapped."""
-        self._writer: FilledSource | None = None  # that fills it, or did
+        self._writer: WeightSource | None = None  # that fills it, or did
         self._changed = threading.Condition()  # its lock guards all below
+        self._is_offering = False
         self._offered: WeightSource | None = None
         self._installing: WeightSource | None = None
         self._proof: WeightProof | None = None
@@ -95,7 +92,7 @@ class WeightSlot:
     @property
     def state(self) -> SlotState:
         with self._changed:
-            if self._gate is not None or self._engine.is_copying:
+            if self._gate is not None:
                 return SlotState.INSTALLING
             return SlotState.UNPROVEN if self._unproven else SlotState.SERVING
 
@@ -112,7 +109,7 @@ class WeightSlot:
             self._require_running()
             if self._gate is not None:
                 raise GateShut(self._gate)
-            if self._unproven or self._engine.is_copying:
+            if self._unproven:
                 raise WeightsRefused(
                     RefusalReason.UNPROVEN,
                     "the model holds weights that nobody vouches for; install others",
@@ -122,15 +119,28 @@ class WeightSlot:
     def offer(self, offer: WeightOffer) -> OfferAnswer:
         """Has weights lie here, or come, in the place of those that were offered before.
 
+        An install for which weights still come ends; one that may copy already is waited for.
+
         Raises:
             WeightsRefused: other tensors than the model's, or weights on a disk without a ``weights_root``.
-            InstallFailed: the address cannot be listened on, the file is not there, or there is no memory.
+            InstallFailed: the address cannot be listened on, the file is not there, there is no memory, or the install
+                before does not end in time.
             ProtocolError: a snapshot of these tensors has not so many bytes.
             EngineUnavailable: the server is shutting down.
         """
         compare_manifests(self._engine.manifest(), offer.manifest)
-        with self._offering:
-            self._put(None)
+        with self._changed:
+            if self._installing is not None and self._gate is None:
+                self._installing.close()
+            if not self._changed.wait_for(self._is_idle, offer.timeout_s):
+                raise InstallFailed("the install before this offer must end within its time")
+            self._require_running()
+            self._is_offering = True
+            before, self._offered = self._offered, None
+        source: WeightSource | None = None
+        try:
+            if before is not None:
+                _let_go(before)
             match offer.way:
                 case WeightWay.SHARED_MEMORY:
                     source, answer = self._map(offer)
@@ -138,15 +148,19 @@ class WeightSlot:
                     source, answer = self._read_disk(offer)
                 case WeightWay.STREAM:
                     source, answer = self._open_stream(offer)
-            if source is not None:
-                self._put(source)
             return answer
+        finally:
+            with self._changed:
+                self._is_offering, self._offered = False, source
+                self._changed.notify_all()
+                if self._closed and source is not None:
+                    source.close()
 
     def install(self, wanted: InstallRequest, given_up: threading.Event) -> WeightProof:
         """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
 
         With the gate shut, requests that may and shall be ended are, and all are waited for. Once ``given_up`` is set,
-        its caller has gone: nothing is waited for or copied any more, and what is being copied stays unproven.
+        its caller has gone: nothing is waited for any more, and no copy begins.
 
         Raises:
             WeightsRefused: these weights were not offered, or others since.
@@ -155,17 +169,11 @@ class WeightSlot:
         """
         end, name = time.monotonic() + wanted.timeout_s, (wanted.run_id, wanted.version)
         with self._changed:
-            proof = self._proof
-            if proof is not None and (proof.run_id, proof.version) == name and not self._is_offered(name):
-                return proof
-            while self._is_offered(name) and (self._installing is not None or self._engine.is_copying):
-                self._require_wanted(given_up)
-                if (left_s := end - time.monotonic()) <= 0:
-                    raise InstallFailed("the install before this one must end within its time")
-                self._changed.wait(min(left_s, _GIVEN_UP_POLL_S))
             self._require_wanted(given_up)
-            offered = self._offered
-            if offered is None or not self._is_offered(name):
+            proof, offered = self._proof, self._offered
+            if offered is None or offered.name != name:
+                if proof is not None and (proof.run_id, proof.version) == name:
+                    return proof
                 raise WeightsRefused(
                     RefusalReason.NO_WEIGHTS,
                     f"weights must be offered before they are installed, got version={wanted.version} of run "
@@ -195,23 +203,13 @@ class WeightSlot:
             source.close()
 
     # --- offers, one at a time ------------------------------------------------------------------
-    def _put(self, source: WeightSource | None) -> None:
-        """In the place of what was offered before, and of what is still on its way to an install."""
-        with self._changed:
-            is_closed, awaited = self._closed, self._installing if self._gate is None else None
-            if not is_closed:
-                source, self._offered = self._offered, source
-        if awaited is not None:
-            awaited.close()
-        if source is not None:
-            _let_go(source)
-        if is_closed:
-            self._require_running()
+    def _is_idle(self) -> bool:
+        return self._closed or not (self._is_offering or self._installing)
 
     def _map(self, offer: WeightOffer) -> tuple[WeightSource | None, OfferAnswer]:
         assert offer.path is not None
         try:
-            source = WeightSource(offer, OfferedWeights(open_learner_memory(offer.path), offer))
+            source = WeightSource(offer, open_learner_memory(offer.path))
         except (OSError, ProtocolError) as error:
             # Without the path, which differs from run to run.
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -225,42 +223,37 @@ class WeightSlot:
                 "the server must be told where to read weights, got no --weights-root; start it with one",
             )
         file = DiskFile(self._weights_root, WeightIdentity(offer.run_id, offer.version).name)
-        require_size(file.num_bytes, offer.manifest)
         return self._filled(offer, file.num_bytes, file), OfferAnswer(True, "the version's file is read")
 
     def _open_stream(self, offer: WeightOffer) -> tuple[WeightSource, OfferAnswer]:
         assert offer.port is not None
-        require_size(offer.num_bytes, offer.manifest)
         stream = listen(self._host, offer.port)
         answer = OfferAnswer(True, f"listening for weights on port {offer.port}", stream.secret)
         return self._filled(offer, offer.num_bytes, stream), answer
 
-    def _filled(self, offer: WeightOffer, num_bytes: int, origin: WeightListener | DiskFile) -> FilledSource:
+    def _filled(self, offer: WeightOffer, num_bytes: int, origin: WeightListener | DiskFile) -> WeightSource:
         """Has a thread fill memory of our own: that of the offer before, unless somebody may still write or read it."""
-        is_used = self._installing is not None or self._engine.may_read
-        if self._writer is not None and (is_used or not self._writer.join(0)):
+        if self._engine.may_read or not (self._writer is None or self._writer.join(0)):
             self._memory = None
         try:
+            require_size(num_bytes, offer.manifest)
             if self._memory is None or self._memory.num_bytes != num_bytes:
                 self._memory = None  # before there is another one
                 self._memory = MemoryFile("weights", num_bytes)
-        except OSError as error:
+        except BaseException as error:
             origin.close()
-            raise InstallFailed(f"the server has no memory to receive weights into: {error}") from error
-        self._writer = FilledSource(self._memory, offer, origin)
+            if isinstance(error, OSError):
+                raise InstallFailed(f"the server has no memory to receive weights into: {error}") from error
+            raise
+        self._writer = WeightSource(offer, self._memory.reopened(), self._memory.memory, origin)
         return self._writer
 
     # --- installs, one at a time ----------------------------------------------------------------
-    def _is_offered(self, name: tuple[str, int]) -> bool:
-        if self._offered is None:
-            return False
-        return (self._offered.offer.run_id, self._offered.offer.version) == name
-
     def _install(
         self, offered: WeightSource, wanted: InstallRequest, end: float, given_up: threading.Event
     ) -> WeightProof:
-        weights = offered.collect(end - time.monotonic(), given_up)
-        arrived = self._engine.sum_arrived(weights)
+        offered.collect(end - time.monotonic(), given_up)
+        self._engine.sum_arrived(offered)
         with self._shut_gate():
             if wanted.aborts:
                 self._engine.abort(only_abortable=True)
@@ -273,7 +266,7 @@ class WeightSlot:
                 )
             stamp, left_s = WeightStamp(wanted.version, wanted.run_id), end - time.monotonic()
             try:
-                installed = self._engine.install(weights, stamp, max(_LEAST_INSTALL_S, left_s), arrived)
+                installed = self._engine.install(offered, stamp, max(_LEAST_INSTALL_S, left_s))
             except BaseException as error:
                 if not isinstance(error, InstallFailed) or error.torn:
                     self._conclude(None)
@@ -286,16 +279,11 @@ class WeightSlot:
                 installed.resident,
                 installed.loaded,
             )
-            has_gone, is_vouched_for = given_up.is_set(), proof.vouches_for(wanted.checksums)
-            self._conclude(proof if is_vouched_for and not has_gone else None)
-        if has_gone:
-            raise InstallFailed("the caller has gone while its weights were copied; nothing is served")
+            is_vouched_for = proof.vouches_for(wanted.checksums)
+            self._conclude(proof if is_vouched_for else None)
         if not is_vouched_for:
-            _log.warning(
-                "version %d of run %s differs from what was sent; nothing is served",
-                wanted.version,
-                wanted.run_id,
-            )
+            name = f"version {wanted.version} of run {wanted.run_id}"
+            _log.warning("%s differs from what was sent; nothing is served", name)
         return proof
 
     def _conclude(self, proof: WeightProof | None) -> None:

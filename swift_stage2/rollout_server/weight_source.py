@@ -7,15 +7,14 @@ may be cut meanwhile, so it is copied and never mapped.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
-import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import BinaryIO
@@ -23,7 +22,7 @@ from typing import BinaryIO
 import torch
 
 from swift_stage2.errors import InstallFailed, ProtocolError, WeightsRefused
-from swift_stage2.runtime.memory import MEMORY_PREFIX, MemoryFile
+from swift_stage2.runtime.memory import MEMORY_PREFIX
 from swift_stage2.weights.disk_versions import SUFFIX
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.stream import WeightListener
@@ -39,38 +38,69 @@ _MAX_SHOWN = 5
 ENDED = "the offer has ended"
 
 
-class OfferedWeights:
-    """The tensors of an offer, as views of a memory file."""
+class WeightSource:
+    """Weights of an offer, in a memory file that nobody can cut: all there, or on their way from ``origin``."""
 
-    def __init__(self, file: BinaryIO, offer: WeightOffer, memory: memoryview | None = None) -> None:
-        """Takes the file over; ``memory`` is all of it, if this process has it mapped already.
+    def __init__(
+        self,
+        offer: WeightOffer,
+        file: BinaryIO,
+        memory: memoryview | None = None,
+        origin: WeightListener | DiskFile | None = None,
+    ) -> None:
+        """Takes the file over; ``memory`` is all of it, which a thread fills from ``origin``.
 
-        Raises ProtocolError: it is no snapshot of that version, or of other tensors.
+        Raises ProtocolError: without an origin, if it is no snapshot of that version, or of other tensors.
         """
-        self._file = file
+        self.offer = offer
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        """Views of the file, once all has arrived: in the learner's dtypes, in the file's order."""
+        self.arrived: Mapping[str, str] = {}
+        """Checksums of the tensors, once somebody has summed them."""
+        self._file, self._memory, self._origin = file, memory, origin
+        self._snapshot: ReadSnapshot | None = None
         self._lock = threading.Lock()  # else a lent descriptor could be another file's, behind a close
+        self._has_ended, self._is_closed = threading.Event(), False
+        self._failure = ""
+        self._thread = threading.Thread(
+            target=self._receive,
+            args=(time.monotonic() + offer.timeout_s,),
+            name="weight-receiver",
+            daemon=True,
+        )
+        if origin is not None:
+            self._thread.start()
+            return
         try:
-            self._snapshot = ReadSnapshot.open(f"/proc/self/fd/{file.fileno()}")
-            found = self._snapshot.identity
-            if (found.run_id, found.version) != (offer.run_id, offer.version):
-                raise ProtocolError(
-                    f"weights must be version {offer.version} of run {offer.run_id}, got version={found.version} "
-                    f"run_id={shown(found.run_id)}"
-                )
-            if differences := _differences(
-                self._snapshot.specs(), {spec.name: spec for spec in offer.manifest}
-            ):
-                raise ProtocolError(f"weights must be the offered tensors, got {_told(differences)}")
-            self.tensors: Mapping[str, torch.Tensor] = self._snapshot.tensors
-            """In the learner's dtypes, in the file's order."""
-            if memory is not None:  # a quarter of a second for each GiB of new pages less
-                self.tensors = _within(memory, self.tensors)
+            self._open()
         except BaseException:
             file.close()
             raise
 
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.offer.run_id, self.offer.version
+
+    def collect(self, timeout_s: float, given_up: threading.Event) -> None:
+        """Returns once all ``tensors`` are there.
+
+        Raises:
+            InstallFailed: they do not come or are not of that version, the time ran out or ``given_up`` was set.
+        """
+        end = time.monotonic() + timeout_s
+        while not given_up.is_set() and (left_s := end - time.monotonic()) > 0:
+            if self._has_ended.wait(min(left_s, _GIVEN_UP_POLL_S)):
+                break
+        why = self._failure or ("" if self._has_ended.is_set() else f"timeout_s={timeout_s:.1f} is over")
+        if self._is_closed or given_up.is_set():
+            why = ENDED if self._is_closed else "the caller has gone"
+        if why:
+            raise InstallFailed(f"the weights did not arrive: {why}")
+
     def require(self, checksums: Mapping[str, str]) -> None:
-        """Raises InstallFailed unless these tensors have the checksums that the file says."""
+        """Keeps the sums of what arrived. Raises InstallFailed unless they are those that the file says."""
+        assert self._snapshot is not None
+        self.arrived = checksums
         if wrong := self._snapshot.differing(checksums):
             raise InstallFailed(
                 f"weights must arrive as they were sent, got {_told(wrong)} with other checksums"
@@ -83,88 +113,34 @@ class OfferedWeights:
         Raises InstallFailed when the offer has ended.
         """
         with self._lock:
-            if self._file.closed:
+            if self._is_closed:
                 raise InstallFailed(ENDED)
             file = os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
         return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
 
     def close(self) -> None:
-        """Lends nothing any more; the mapping ends with the last view of it. May be called again."""
+        """Ends its use at once, also in the middle of a transfer, and lends nothing any more. May be called again."""
         with self._lock:
+            self._is_closed = True
             self._file.close()
-
-
-class WeightSource:
-    """Weights of an offer that have arrived, as those in a learner's memory have, or are on their way."""
-
-    def __init__(self, offer: WeightOffer, weights: OfferedWeights | None = None) -> None:
-        self.offer = offer
-        self.name = (offer.run_id, offer.version)
-        self._weights = weights
-        self._is_closed = False
-
-    def collect(self, timeout_s: float, given_up: threading.Event) -> OfferedWeights:
-        """The weights once all have arrived.
-
-        Raises:
-            InstallFailed: they do not come or are not of that version, the time ran out or ``given_up`` was set.
-        """
-        if self._is_closed or self._weights is None:
-            raise InstallFailed(ENDED)
-        return self._weights
-
-    def close(self) -> None:
-        """Ends its use at once, also in the middle of a transfer. May be called again."""
-        self._is_closed = True
-        if (weights := self._weights) is not None:
-            weights.close()
+        if self._origin is not None:
+            self._origin.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Lets the mapping go, which takes its time. True once nobody writes into the memory any more."""
-        self._weights = None
-        return True
-
-
-class FilledSource(WeightSource):
-    """Weights that a thread of its own puts into ``memory``, from a stream or a disk."""
-
-    def __init__(self, memory: MemoryFile, offer: WeightOffer, origin: WeightListener | DiskFile) -> None:
-        super().__init__(offer)
-        self._memory, self._origin = memory, origin
-        self._end = time.monotonic() + offer.timeout_s
-        self._has_ended = threading.Event()
-        self._failure = ""
-        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
-        self._thread.start()
-
-    def collect(self, timeout_s: float, given_up: threading.Event) -> OfferedWeights:
-        end = time.monotonic() + timeout_s
-        while (left_s := end - time.monotonic()) > 0 and not given_up.is_set():
-            if self._has_ended.wait(min(left_s, _GIVEN_UP_POLL_S)):
-                break
-        if not given_up.is_set() and self._weights is not None:
-            return super().collect(timeout_s, given_up)
-        cause = "the caller has gone" if given_up.is_set() else self._failure
-        why = ENDED if self._is_closed else cause or f"timeout_s={timeout_s:.1f} is over"
-        raise InstallFailed(f"the weights did not arrive: {why}")
-
-    def close(self) -> None:
-        super().close()
-        self._origin.close()
-
-    def join(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
+        """True once nobody writes into the memory any more; after a close its mapping then ends with its last view."""
+        if self._origin is not None:
+            self._thread.join(timeout_s)
         has_ended = not self._thread.is_alive()
         if has_ended and self._is_closed:
-            super().join(timeout_s)
+            self.tensors, self._snapshot = {}, None
         return has_ended
 
-    def _run(self) -> None:
+    def _receive(self, end: float) -> None:
+        assert self._origin is not None
+        assert self._memory is not None
         try:
-            self._origin.receive(self._memory.memory, self._end - time.monotonic())
-            weights = self._weights = OfferedWeights(self._memory.reopened(), self.offer, self._memory.memory)
-            if self._is_closed:
-                weights.close()
+            self._origin.receive(self._memory, end - time.monotonic())
+            self._open()
         except Exception as error:  # top of the thread; told by collect
             lines = str(error).splitlines() or [""]
             self._failure = f"{type(error).__name__}: {lines[0]}"
@@ -172,17 +148,30 @@ class FilledSource(WeightSource):
             self._has_ended.set()
             self._origin.close()
 
+    def _open(self) -> None:
+        snapshot, offer = ReadSnapshot.open(f"/proc/self/fd/{self._file.fileno()}"), self.offer
+        found = snapshot.identity
+        if (found.run_id, found.version) != self.name:
+            raise ProtocolError(
+                f"weights must be version {offer.version} of run {offer.run_id}, got version={found.version} "
+                f"run_id={shown(found.run_id)}"
+            )
+        if different := _different(snapshot.specs().values(), offer.manifest):
+            raise ProtocolError(f"weights must be the offered tensors, got {_told(different)}")
+        self._snapshot, self.tensors = snapshot, snapshot.tensors
+        if self._memory is not None:  # a quarter of a second for each GiB of new pages less
+            self.tensors = _within(self._memory, snapshot.tensors)
+        self._has_ended.set()
+
 
 def listen(host: str, port: int) -> WeightListener:
     """For one learner. Raises InstallFailed: the address cannot be listened on."""
     try:
         return WeightListener(host, port)
     except (OSError, OverflowError) as error:
-        remedy = "choose a free group_port"
-        if isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
-            remedy = "start the server with a --group-bind that is an address of its machine"
         raise InstallFailed(
-            f"the server cannot listen for weights on {host}:{port}: {type(error).__name__}: {error}; {remedy}"
+            f"the server cannot listen for weights on {host}:{port}: {type(error).__name__}: {error}; choose a free "
+            "group_port, and start the server with a --group-bind that is an address of its machine"
         ) from error
 
 
@@ -250,22 +239,16 @@ def open_learner_memory(path: str) -> BinaryIO:
 
 def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:
     """Raises WeightsRefused unless both hold the same tensors in any order; dtypes are cast."""
-    differences = _differences(
-        *({spec.name: TensorSpec(spec.name, spec.shape, "") for spec in specs} for specs in (own, theirs))
-    )
-    if differences:
+    if different := _different(*([replace(spec, dtype="") for spec in specs] for specs in (own, theirs))):
         raise WeightsRefused(
             RefusalReason.MANIFEST_DIFFERS,
-            f"new weights must be the model's own tensors, got {_told(differences)}; serve the model that is trained",
+            f"new weights must be the model's own tensors, got {_told(different)}; serve the model that is trained",
         )
 
 
-def _differences(here: Mapping[str, TensorSpec], there: Mapping[str, TensorSpec]) -> list[str]:
-    return [
-        f"{name}: server {_shown(here.get(name))}, learner {_shown(there.get(name))}"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
-    ]
+def _different(here: Iterable[TensorSpec], there: Iterable[TensorSpec]) -> list[str]:
+    """Names of tensors that only one side has, or has so."""
+    return sorted({spec.name for spec in set(here) ^ set(there)})
 
 
 def _within(memory: memoryview, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -278,12 +261,8 @@ def _within(memory: memoryview, tensors: Mapping[str, torch.Tensor]) -> dict[str
     }
 
 
-def _told(differences: Sequence[str]) -> str:
-    return f"num_differences={len(differences)}: {'; '.join(differences[:_MAX_SHOWN])}"
-
-
-def _shown(spec: TensorSpec | None) -> str:
-    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+def _told(names: Sequence[str]) -> str:
+    return f"num_differences={len(names)}: {', '.join(names[:_MAX_SHOWN])}"
 
 
 def _open_in(root: Path, name: str) -> BinaryIO:

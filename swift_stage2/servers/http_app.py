@@ -7,7 +7,6 @@ exactly, and work ends before connections are waited for.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import secrets
 import signal
@@ -253,17 +252,10 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(
-            f"the server cannot listen on {host}:{port}: {error}", remedy=_remedy(error)
+            f"the server cannot listen on {host}:{port}: {error}",
+            remedy="choose a free --port, and a --host that is this machine's: 127.0.0.1, or 0.0.0.0 for every network",
         ) from error
     return listener
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, OverflowError):
-        return "--port must be in the range 0..65535"
-    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-        return "--host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for every network"
-    return "choose a free --port"
 
 
 def configure_logging() -> None:

@@ -100,10 +100,6 @@ class SamplingOptions(ClosedMessage):
     top_k: Annotated[Int, Field(ge=-1, le=2**31)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     seed: Annotated[Int, Field(ge=0)] | None = None
-    stop: (
-        Annotated[Many[Annotated[Text, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None
-    ) = None
-    """Searched for after every token of every row."""
     logprobs: Flag | None = None
     return_details: Flag | None = None
     stream: Literal[False] = False
@@ -117,6 +113,7 @@ class SamplingOptions(ClosedMessage):
     prompt_logprobs: None = None
     structured_outputs_regex: None = None
     top_logprobs: None = None
+    stop: Annotated[Many[Text], Field(max_length=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

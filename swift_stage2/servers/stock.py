@@ -124,14 +124,13 @@ class WeightSums(Message):
     """Answer of a stock server with our plugin about the last push: all its workers, in all its engines, agree on it.
 
     ``resident`` lacks tensors of which no whole copy into the model was seen. ``left_out`` are the model's parameters
-    that nothing was copied into. Of an ``adapter`` only what arrived is known.
+    that nothing was copied into.
     """
 
     incarnation: Text
     arrived: Sums
     resident: Sums
     left_out: Many[Text]
-    adapter: Sums
     errors: Many[Text]  # of its workers; ms-swift itself only logs them
 
     def problems(self, sent: Mapping[str, str]) -> list[str]:
@@ -150,10 +149,6 @@ class WeightSums(Message):
         if self.left_out:
             return [f"nothing was loaded into the server's parameter {_first_of(self.left_out)}"]
         return []
-
-    def adapter_problems(self, sent: Mapping[str, str]) -> list[str]:
-        """Why the last adapter did not arrive as ``sent``. Whether it is resident the server cannot tell."""
-        return [*self.errors, *sum_differences("arrived", sent, self.adapter)]
 
 
 def sum_differences(what: str, sent: Mapping[str, str], got: Mapping[str, str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The plugin: ``swift rollout --external_plugins …/prove_weights.py`` shows which weights it holds, tensor by tensor.
+"""The plugin for ``swift rollout --external_plugins``: the server shows which weights it holds, tensor by tensor."""
 
-Given to ``swift rlhf`` as well, it has ms-swift's own client compare that with what it sent, after every push.
-"""
+import sys
 
-from swift_stage2.stock_proof import register
+from swift_stage2.stock_proof.sums_server import register_server
 
-register()
+if (program := sys.modules.get("swift.pipelines.infer.rollout")) is not None:
+    register_server(program)

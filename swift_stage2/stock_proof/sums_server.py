@@ -12,10 +12,9 @@ from typing import Any
 from fastapi import Depends
 from fastapi.responses import JSONResponse
 
-from swift_stage2.stock_proof.load_record import combine
+from swift_stage2.rollout_server.vllm_weights import WORKER_EXTENSION, combine
 from swift_stage2.wire import WEIGHT_SUMS
 
-WORKER_EXTENSION = "swift_stage2.stock_proof.sums_worker.WeightSumsExtension"
 _WORKER_METHOD = "stage2_weight_sums"
 _ENGINE_METHOD = "stage2_ask_workers"
 _ANSWER_S = 240.0

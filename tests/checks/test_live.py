@@ -13,14 +13,14 @@ import psutil
 import pytest
 from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
-from live_server import LearnerRound, RunningServer, free_port, load_learner
+from live_server import LearnerRound, RunningServer, flip_element, free_port, load_learner
 from stopped_process import stop_process
 from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.checks import servers
 from swift_stage2.records import RoundOutcome
-from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.weights.waited_updates import WaitedUpdates
 
 Configure = Callable[..., Path]
@@ -98,11 +98,11 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
     torn = LearnerRound(server, load_learner(seed=5))
-    server.engine.install_fault = InstallFault.FLIP_ELEMENT
+    server.engine.copy = flip_element
     torn.push()
     torn.install()
     torn.close()
-    server.engine.install_fault = InstallFault.NONE
+    server.engine.copy = copy_weights
     assert server.state() == "unproven"
     report = doctor(configure(server.base_url), "--live")
     assert report.status == 0, report.text
@@ -140,11 +140,11 @@ def test_a_server_that_takes_another_runs_weights_is_left_alone(
 def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
-    server.engine.install_fault = InstallFault.FLIP_ELEMENT
+    server.engine.copy = flip_element
     try:
         report = doctor(configure(server.base_url), "--live")
     finally:
-        server.engine.install_fault = InstallFault.NONE
+        server.engine.copy = copy_weights
     assert report.failed == ["dry sync round"]
     row = report.row("dry sync round")
     assert "does not hold the weights it was sent" in row["found"]

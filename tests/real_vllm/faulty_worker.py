@@ -1,4 +1,4 @@
-"""Proves weights as the plugin does, in a worker whose loader goes wrong as the file named in FAULT_FILE says."""
+"""Proves weights as our server and the plugin do, in a worker whose loader goes wrong as FAULT_FILE says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swift_stage2.stock_proof.sums_worker import WeightSumsExtension, _in_place_of
+from swift_stage2.rollout_server.vllm_worker import WeightSumsExtension, in_place_of
 
 VARIABLE = "STAGE2_TEST_FAULT_FILE"
 
@@ -17,15 +17,19 @@ class FaultyExtension(WeightSumsExtension):
     """``drop NAME``: the loader never sees that tensor. ``raise``: it fails. ``flip``: one element changes after it."""
 
     def update_named_param(self, *args: Any, **kwargs: Any) -> None:
-        with _in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
+        with in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
             super().update_named_param(*args, **kwargs)
 
     def update_flattened_params(self, *args: Any, **kwargs: Any) -> None:
-        with _in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
+        with in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
             super().update_flattened_params(*args, **kwargs)
 
-    def process_weights_after_loading(self) -> None:
-        super().process_weights_after_loading()
+    def stage2_load_weights(self, path: str) -> str:
+        with in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
+            return super().stage2_load_weights(path)
+
+    def _stage2_finish(self) -> None:
+        super()._stage2_finish()
         if _fault() == ["flip"]:
             parameter = next(self.model_runner.model.parameters())
             words = parameter.data.view(torch.int32).view(-1)

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from live_server import RunningServer, serve
-from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, ServerProcess, start
+from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, VARIABLE, ServerProcess, start
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.command_line import parse_command
@@ -49,11 +49,20 @@ def wait_until_healthy(server: ServerProcess) -> None:
 
 
 @contextmanager
-def engine_here(weights_root: Path | None = None, *, torch_dtype: str = "float32") -> Iterator[RunningServer]:
-    """The engine's frontend and the routes in threads of this process; vLLM's own processes below it."""
+def engine_here(
+    weights_root: Path | None = None, *, torch_dtype: str = "float32", fault: Path | None = None
+) -> Iterator[RunningServer]:
+    """The engine's frontend and the routes in threads of this process; vLLM's own processes below it.
+
+    With ``fault`` their loader goes wrong as that file says, see ``faulty_worker``.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, text in ENVIRONMENT.items():
             patch.setenv(name, text)
+        if fault is not None:
+            patch.setenv(VARIABLE, str(fault))
+            extension = "swift_stage2.rollout_server.vllm_generator.WORKER_EXTENSION"
+            patch.setattr(extension, "faulty_worker.FaultyExtension")
         others = set(psutil.Process().children(recursive=True))  # of a server that other tests share
         engine = parse_command(our_arguments(0, torch_dtype=torch_dtype)).start_engine()
         try:

@@ -34,6 +34,8 @@ ENVIRONMENT = {
 }
 START_S = 900.0
 _END_S = 60.0
+VARIABLE = "STAGE2_TEST_FAULT_FILE"
+"""Of ``faulty_worker``, which must not be imported here: it imports vLLM."""
 
 
 def stock_arguments(port: int, model: Path = MODEL, plugins: Sequence[Path] = ()) -> list[str]:

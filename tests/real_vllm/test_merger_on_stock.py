@@ -59,7 +59,7 @@ def while_busy(
     parts: list[tuple[list[dict[str, Any]], int]],
 ) -> list[httpx.Response]:
     """Posts the parts, in order, while the server is busy with a call of another kind, so that they are merged."""
-    before = merger.dispatcher.health()["num_posts"]
+    before = merger.merger.health()["num_posts"]
     with stock.held():
         busy = threads.submit(post, merger.url, [image_request()], temperature=1.5, seed=3)
         merger.wait_until(lambda state: state["running"] is not None)
@@ -69,7 +69,7 @@ def while_busy(
             merger.wait_until_queued(number + 1)
     replies = [future.result(_CALL_S) for future in futures]
     assert busy.result(_CALL_S).status_code == 200
-    assert merger.dispatcher.health()["num_posts"] - before >= 2
+    assert merger.merger.health()["num_posts"] - before >= 2
     return replies
 
 
@@ -79,7 +79,7 @@ def test_merged_records_are_those_of_one_direct_post_and_of_every_request_alone(
     with ThreadPoolExecutor(4) as threads:
         first, second = while_busy(stock, merger, threads, [(REQUESTS[:2], 1000), (REQUESTS[2:], 77_000)])
     merged = completions(first, 2) + completions(second, 3)
-    assert merger.dispatcher.health()["num_posts"] == 2
+    assert merger.merger.health()["num_posts"] == 2
     assert [completion.seed for completion in merged] == [1000, 1001, 1002, 1003, 1004]
     direct = completions(post(stock.base_url, REQUESTS, seed=1000), 5)
     assert [said(completion) for completion in merged] == [said(completion) for completion in direct]

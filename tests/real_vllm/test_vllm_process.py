@@ -47,7 +47,6 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "no top_k": {"temperature": 1.3, "seed": 5, "top_k": -1, "top_p": 1.0, "max_tokens": 32},
     "penalty": {"temperature": 0.0, "repetition_penalty": 1.3, "max_tokens": 32},
-    "stop word": {"temperature": 0.0, "stop": ["label"], "max_tokens": 48},
     "cut": {"temperature": 0.0, "max_tokens": 3},
     "no limit": {"temperature": 0.0},
 }

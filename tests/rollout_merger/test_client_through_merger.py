@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import rollout_batch
-from fake_rollout_server import Answer, FakeRolloutServer, echo, request
-from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
-from rollout_batch import await_settled, generate
+from fake_rollout_server import Answer, FakeRolloutServer, request
+from live_merger import LONGEST_WAIT_S, LiveMerger
+from rollout_batch import generate
 
 from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.requests import PostEnd
@@ -42,28 +42,6 @@ def ask(client: RolloutClient, *texts: str, first: int = 0) -> BatchOutcome:
 def ranks(merger: LiveMerger) -> Iterator[tuple[RolloutClient, RolloutClient]]:
     with make_client(merger, 0) as first, make_client(merger, 1) as second:
         yield first, second
-
-
-def test_a_rollout_knows_the_seed_that_it_was_really_sampled_with(
-    upstream: FakeRolloutServer,
-    merger: LiveMerger,
-    ranks: tuple[RolloutClient, RolloutClient],
-    callers: ThreadPoolExecutor,
-    gate: threading.Event,
-) -> None:
-    upstream.on_infer = lambda call: echo(call, after=gate) if len(upstream.infer_calls) == 1 else echo(call)
-    callers.submit(merger.infer, "busy", temperature=0.9)
-    upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
-    futures = [callers.submit(ask, ranks[0], "a", "b")]
-    merger.wait_until_queued(1)
-    futures.append(callers.submit(ask, ranks[1], "c", "d", "e"))
-    merger.wait_until_queued(2)
-    gate.set()
-    rollouts = [r for future in futures for r in future.result(LONGEST_WAIT_S).rollouts]
-    joint = upstream.infer_calls[1]
-    assert joint.texts == ["a", "b", "c", "d", "e"]
-    assert [rollout.text for rollout in rollouts] == [f"echo {text}" for text in joint.texts]
-    assert [rollout.seed for rollout in rollouts] == [joint.config["seed"] + n for n in range(5)]
 
 
 def test_no_two_ranks_ever_sample_with_a_common_seed(
@@ -101,17 +79,3 @@ def test_a_server_lost_behind_the_merger_is_suspect_for_every_rank_that_waited(
         assert [failure.end for failure in outcome.failures] == [PostEnd.LOST]
         assert merger.url in client.suspects
     assert len(upstream.infer_calls) == 1  # nobody asked a server again that may be another one by now
-
-
-def test_a_merger_that_gives_up_waiting_leaves_a_post_abandoned_not_failed(
-    upstream: FakeRolloutServer, gate: threading.Event
-) -> None:
-    upstream.on_infer = lambda call: echo(call, after=gate) if len(upstream.infer_calls) == 1 else echo(call)
-    with live_merger(upstream, timeout_s=2.0) as merger, make_client(merger, 0) as client:
-        outcome = ask(client, "slow")
-        gate.set()
-        assert outcome.timed_out == outcome.returned
-        assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
-        await_settled(client)
-        assert client.suspects == {}
-        assert len(upstream.reset_calls) >= 1

@@ -272,22 +272,6 @@ def test_it_is_a_stock_server_to_its_callers(upstream: FakeRolloutServer, merger
     ]
 
 
-def test_health_answers_while_the_server_is_busy_and_tells_what_waits(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    hold_first(upstream, gate)
-    occupy(upstream, merger, callers)
-    callers.submit(merger.infer, "a", "b")
-    merger.wait_until_queued(1)
-    body = merger.get(wire.HEALTH).json()
-    assert body["running"] == {"path": wire.INFER, "num_requests": 1}
-    assert (body["num_waiting"], body["last_call"]) == (1, None)
-    gate.set()
-    merger.wait_until(lambda state: state["num_requests"] == 3 and state["running"] is None)
-    last = merger.get(wire.HEALTH).json()["last_call"]
-    assert (last["path"], last["answered"], last["detail"]) == (wire.INFER, True, "status 200")
-
-
 def test_it_wants_the_key_and_sends_it_on(
     upstream: FakeRolloutServer, caplog: pytest.LogCaptureFixture
 ) -> None:

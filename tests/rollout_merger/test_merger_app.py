@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import httpx
 import pytest
 from fake_rollout_server import Answer, FakeRolloutServer
 from live_merger import LONGEST_WAIT_S, free_port, infer_body
+from waiting import wait_for
 
 from swift_stage2.cli import main
 
@@ -63,7 +63,7 @@ def test_the_process_tells_its_callers_and_ends_soon_after_sigterm(
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
-            _wait_for_port(port, process, log)
+            wait_for(lambda: _is_listening(port, process, log))
             post = caller.submit(
                 httpx.post,
                 f"{url}/infer/",
@@ -85,13 +85,7 @@ def test_the_process_tells_its_callers_and_ends_soon_after_sigterm(
     assert "Traceback" not in log.read_text()
 
 
-def _wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 60
-    pause = threading.Event()
-    while True:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        pause.wait(0.1)
+def _is_listening(port: int, process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, log.read_text()
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from live_server import MODEL, LearnerRound, RunningServer, load_generator, load_learner, serve
 
-from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine, copy_weights
 
 START_TIMEOUT_S = 240.0
 
@@ -39,6 +38,6 @@ def checkpoints_weights_again(running_server: RunningServer) -> Iterator[None]:
 def server(running_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server; a round that a test left open, or weights it left unproven, are cleared up."""
     yield running_server
-    running_server.engine.install_fault = InstallFault.NONE
+    running_server.engine.copy = copy_weights
     if running_server.state() != "serving":
         LearnerRound(running_server, load_learner()).run()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from live_server import MODEL, LearnerRound, RunningServer, base64_png, load_learner, text_request
+from live_server import MODEL, RunningServer, base64_png, text_request
 from PIL import Image, ImageDraw
 
 from swift_stage2.servers.infer_wire import PREFIX, Completion
@@ -20,9 +20,7 @@ _TEXTS = ("find", "hello", "name all objects", "square red 12")
 # Ids that stand for images and videos: random weights say them, the oracle looks for their pixels.
 MEDIA_IDS = {6, 7}
 # By how much two logits of one token may differ between a batch of whole answers and one of their rests.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-# Which share of the rollouts may meet such a place: bfloat16 makes many ties.
-MOST_UNDECIDED = {torch.float32: 0.05, torch.bfloat16: 0.35}
+TOLERANCE = 1e-3
 _LOG_PROB_TOLERANCE = 1e-4  # float32
 BATCH = 16
 # A prefix that no answer has, options of its call, and the cause of the refusal.
@@ -31,7 +29,6 @@ REFUSED = [
     ([270, 2], {}, r"ends an answer, got prefix_token_ids\[1\]=2 "),
     ([270, 6, 270], {}, r"stands for an image.*prefix_token_ids\[1\]=6 "),
     ([270] * 8, {}, "shorter than max_tokens.*num_prefix=8 max_tokens=8"),
-    ([270], {"stop": ["x"]}, "stop word"),
     ([-1], {}, "prefix_token_ids"),
     ([True], {}, "prefix_token_ids"),
     ([2**31], {}, "prefix_token_ids"),
@@ -178,39 +175,6 @@ def compare_aborted(
 def abort(server: RunningServer) -> int:
     """Has the engine end all that it is asked for, as an install may; returns how many that were."""
     return int(server.engine.abort())
-
-
-def compare_many(
-    server: RunningServer,
-    dtype: torch.dtype,
-    compare_rollouts: Callable[[RunningServer, Comparison, int, int], object],
-    num_aborted: int,
-) -> None:
-    """160 rollouts that are cut by their caller, and so many that the server aborts, under the learner's weights."""
-    num_cut, learner = 160, load_learner().to(dtype)
-    LearnerRound(server, learner).run()
-    comparison = Comparison(Oracle(learner), TOLERANCE[dtype])
-    compare_rollouts(server, comparison, num_cut, num_aborted)
-    print(f"{dtype}: {comparison}")
-    assert comparison.num_compared >= num_cut + num_aborted
-    assert len(comparison.gaps) <= comparison.num_compared * MOST_UNDECIDED[dtype]
-
-
-def require_learners_log_probs(server: RunningServer, *, least_known: int) -> None:
-    """Of whole and of resumed answers, those that the learner's model gives to their tokens; unasked there are none.
-
-    Of six; answers with ids that stand for images are left out.
-    """
-    learner = load_learner(seed=63)
-    LearnerRound(server, learner).run()
-    oracle, scenes = Oracle(learner), draw_scenes(6, random.Random(3))
-    drawn = {"temperature": 0.8, "repetition_penalty": 1.0, "seed": 5, "max_tokens": 20}
-    prefixes = [(), (270, 271, 272)] * 3
-    assert {answer.log_probs for answer in resume(server, scenes, prefixes, **drawn)} == {None}
-    answers = resume(server, scenes, prefixes, logprobs=True, **drawn)
-    known = [i for i, answer in enumerate(answers) if MEDIA_IDS.isdisjoint(answer.token_ids)]
-    assert len(known) >= least_known
-    assert all(log_probs_agree(oracle, scenes[i], prefixes[i], answers[i], 0.8) for i in known)
 
 
 def log_probs_agree(

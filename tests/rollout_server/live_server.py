@@ -23,7 +23,8 @@ from PIL import Image, ImageDraw
 from swift_stage2 import demo, wire
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.rollout_server.routes import RolloutService, create_app
+from swift_stage2.rollout_server.routes import RolloutService
+from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
@@ -112,10 +113,10 @@ def serve(
     weights_root: Path | None = None,
 ) -> Iterator[RunningServer]:
     """A server with a service of its own on port 0, in a thread, for as long as the context lasts."""
-    service = RolloutService(engine, weights_root=weights_root)
+    service = RolloutService(engine, weights_root=weights_root, limits=limits)
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = HttpServer(create_app(service, api_key, limits), service.end_work)
+    uvicorn_server = HttpServer(service.app(api_key), service.end_work)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -124,6 +125,36 @@ def serve(
     uvicorn_server.should_exit = True
     thread.join(15.0)
     assert not thread.is_alive()
+
+
+def call_and_wait(server: RunningServer, path: str, body: bytes = b"{}") -> socket.socket:
+    host, port = server.base_url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@contextmanager
+def held_before(
+    server: RunningServer, num_forwards: int
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Generation stops before that forward; yields (has stopped there, let it go)."""
+    forwards: list[None] = []
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: Any) -> None:
+        forwards.append(None)
+        if len(forwards) == num_forwards:
+            stopped.set()
+            assert go_on.wait(CALL_TIMEOUT_S)
+
+    handle = server.engine.generator.model.register_forward_pre_hook(pause)
+    try:
+        yield stopped, go_on
+    finally:
+        go_on.set()
+        handle.remove()
 
 
 class SharedFile:
@@ -208,6 +239,16 @@ class LearnerRound:
         self.close()
         assert reply.status_code == 200, reply.text
         return WeightProof.from_json(reply.json())
+
+
+def skip_copy(*_: Any) -> None:
+    """In the place of ``engine.copy``: a load that changes nothing."""
+
+
+def flip_element(parameters: Any, weights: Any) -> None:
+    """A load with one wrong element."""
+    copy_weights(parameters, weights)
+    next(iter(parameters.values())).view(-1)[0] += 1
 
 
 def snapshot_of(export: WeightExport, identity: WeightIdentity) -> SnapshotFile:

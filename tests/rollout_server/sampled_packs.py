@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from as_sampled import AsSampled
-from live_server import RunningServer
+from live_server import LearnerRound, RunningServer, load_learner
 from real_model import make_encoder, sample_of
 from rollout_batch import generate, make_client, prove
 
@@ -63,6 +63,19 @@ def packed_gaps(rollouts: Sequence[Rollout], learner: Any, temperature: float) -
     others[places] = False
     assert not column[others].any(), "prompts and the ends of turns that were added have no value"
     return (column[places] - expected).abs()
+
+
+def require_learners_log_probs(
+    server: RunningServer, rows: Sequence[Mapping[str, Any]], temperature: float, of_greedy: float
+) -> None:
+    """Of a pack of sampled answers; ``of_greedy`` is the temperature that the learner takes."""
+    learner = load_learner()
+    proof = LearnerRound(server, learner).run()
+    rollouts = sample_answers(server, proof, rows[:5], temperature=temperature, max_new_tokens=40)
+    gaps = packed_gaps(rollouts, learner, of_greedy)
+    print(f"temperature {temperature}: {len(gaps)} tokens, at most {float(gaps.max()):.1e} nats")
+    assert len(gaps) > 60
+    assert float(gaps.max()) < TOLERANCE
 
 
 def _segment(rollout: Rollout, encoder: Any) -> Segment:

@@ -80,14 +80,6 @@ def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not
     assert (len(outcome.rollouts), client.suspects) == (2, {})
 
 
-def test_weights_of_another_version_are_discarded(server: RunningServer, proof: WeightProof) -> None:
-    with make_client(server, proof) as client:
-        prove(client, version=proof.version + 1)
-        outcome = ask(client, [image_request()])
-    assert outcome.rollouts == ()
-    assert f"weight_version={proof.version}" in client.suspects[server.base_url]
-
-
 def test_an_abandoned_post_is_settled_once_the_engine_is_free(
     server: RunningServer, proof: WeightProof
 ) -> None:

@@ -33,7 +33,7 @@ class SmallEngine(Engine):
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         self._require_ready()
         jobs = [GenerationJob(request) for request in requests]
-        self._book.add(jobs)
+        self._open.update(jobs)
         return jobs
 
     def install(self, *_: Any) -> Any: ...

@@ -7,20 +7,14 @@ from typing import Any
 import pytest
 import torch
 from live_server import LearnerRound, RunningServer, load_learner
-from sampled_packs import TOLERANCE, packed_gaps, sample_answers
+from sampled_packs import TOLERANCE, packed_gaps, require_learners_log_probs, sample_answers
 
 
 @pytest.mark.parametrize(("temperature", "of_greedy"), [(0.8, 0.8), (1.3, 1.3), (0.0, 1.0)])
 def test_a_packs_log_probs_are_the_learners(
     server: RunningServer, rows: list[dict[str, Any]], temperature: float, of_greedy: float
 ) -> None:
-    learner = load_learner()
-    proof = LearnerRound(server, learner).run()
-    rollouts = sample_answers(server, proof, rows[:5], temperature=temperature, max_new_tokens=40)
-    gaps = packed_gaps(rollouts, learner, of_greedy)
-    print(f"temperature {temperature}: {len(gaps)} tokens, at most {float(gaps.max()):.1e} nats")
-    assert len(gaps) > 60
-    assert float(gaps.max()) < TOLERANCE
+    require_learners_log_probs(server, rows, temperature, of_greedy)
 
 
 def test_so_they_are_not_under_other_weights_or_another_temperature(

@@ -11,7 +11,9 @@ import signal
 import statistics
 import threading
 from collections import defaultdict
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 import torch
@@ -31,19 +33,20 @@ KILLED = "the process that publishes weights was killed by SIGKILL; another one 
 
 
 class Learner:
-    """Rank 0, whose weights move visibly before every version."""
+    """Rank 0, whose weights move visibly before every version; ``setup`` is its publisher's."""
 
-    def __init__(self, server: RunningServer) -> None:
-        self._module = load_learner(seed=1)
+    def __init__(self, server: RunningServer, run_id: str = RUN, **setup: Any) -> None:
+        self.module = load_learner(seed=1)
         self._generator = torch.Generator().manual_seed(2)
-        self.publisher = ProcessPublisher(publisher_setup(ServerEndpoint(server.base_url, free_port())))
-        self.sync = make_updates_by_checksums(self._module, self.publisher, run_id=RUN)
+        endpoint = ServerEndpoint(server.base_url, free_port())
+        self.publisher = ProcessPublisher(publisher_setup(endpoint, **setup))
+        self.sync = make_updates_by_checksums(self.module, self.publisher, run_id=run_id)
         self._versions = server.versions
 
     def push(self, kill_after_s: float | None = None) -> RoundOutcome:
         """One version; after so many seconds its process is killed."""
         with torch.no_grad():
-            for parameter in self._module.parameters():
+            for parameter in self.module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.02)
         if kill_after_s is None:
             return self.sync.run([0], version=next(self._versions))
@@ -54,37 +57,6 @@ class Learner:
         kill.join()  # also where the push was over first: the kill is not the next one's
         wait_for(lambda: self.publisher.pid != pid or self.publisher._worker.has_ended)
         return outcome
-
-
-class Asker:
-    """Asks one greedy question without a pause, and keeps the answers."""
-
-    def __init__(self, server: RunningServer) -> None:
-        self._server = server
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="asker")
-        self.completions: list[Completion] = []
-        self.refusals: list[str] = []
-        self.num_others = 0
-
-    def __enter__(self) -> Asker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._ended.is_set():
-            reply = self._server.post_infer([text_request()], max_tokens=4)
-            if reply.status_code == 200:
-                self.completions += parse_infer_reply(reply.json(), 1)
-            elif reply.status_code == 409:
-                self.refusals.append(reply.json()["reason"])
-            else:
-                self.num_others += 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +80,19 @@ def test_after_every_kill_the_next_version_is_proven_and_no_answer_is_of_unprove
     monkeypatch.setattr(server.service.slot, "_conclude", note)
     moments = random.Random(num_kills)
     learner, proven, told = Learner(server), set[int](), list[ServerReport]()
-    with closing(learner.sync), Asker(server) as asker:
+    completions, refusals, ended = list[Completion](), set[tuple[int, str]](), threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            reply = server.post_infer([text_request()], max_tokens=4)
+            if reply.status_code == 200:
+                completions.extend(parse_infer_reply(reply.json(), 1))
+            else:
+                refusals.add((reply.status_code, reply.json().get("reason")))
+
+    with ThreadPoolExecutor(1) as thread, closing(learner.sync), ExitStack() as stack:
+        asking = thread.submit(ask)
+        stack.callback(ended.set)
 
         def run(kill_after_s: float | None = None) -> RoundOutcome:
             outcome = learner.push(kill_after_s)
@@ -123,12 +107,12 @@ def test_after_every_kill_the_next_version_is_proven_and_no_answer_is_of_unprove
             after = run()
             assert after.proven == (0,), after.reports[0].error
             assert server.http.get("/stage2/info/").json()["weight_version"] == after.version
-            wait_for(lambda: any(each.weight_version == after.version for each in asker.completions))  # noqa: B023
+            wait_for(lambda: any(each.weight_version == after.version for each in completions))  # noqa: B023
+    asking.result(PATIENCE_S)
     assert {report.error for report in told} <= {None, KILLED}
-    assert asker.num_others == 0
-    assert set(asker.refusals) <= {"unproven"}
+    assert refusals <= {(409, "unproven")}
     answered_by = defaultdict(set)
-    for completion in asker.completions:
+    for completion in completions:
         answered_by[completion.weight_version].add(completion.token_ids)
     of_this_run = answered_by.keys() & vouched_for
     # A kill between the server's proof and the word of it leaves the server with weights that it has proven, whose

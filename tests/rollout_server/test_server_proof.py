@@ -43,15 +43,6 @@ def prove(
         return prove_server(session, make_spec(30.0, **wanted | terms), told, {})
 
 
-def test_a_canary_with_this_versions_stamp_proves(loaded: LearnerRound) -> None:
-    assert prove(loaded) == "checksums+canary"
-
-
-def test_a_wrong_canary_proves_nothing(loaded: LearnerRound) -> None:
-    with pytest.raises(ServerFault, match="other tokens than the learner"):
-        prove(loaded, kind=CanaryAnswer)
-
-
 def test_a_server_without_checksums_proves_nothing_in_a_push_without_canary(loaded: LearnerRound) -> None:
     with pytest.raises(ServerFault, match="no canary was due"):
         prove(loaded, info={"stock": True}, canary=None, proof=Proof.AUTO)

@@ -7,22 +7,20 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from fastapi import FastAPI
 from starlette.testclient import TestClient
-from test_load_record import Worker
-from test_vllm_weights import arrived, make_weights
+from test_vllm_weights import Worker, arrived, make_weights
 from weight_updates import make_spec
 
 from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
+from swift_stage2.rollout_server.vllm_weights import combine
 from swift_stage2.servers.session import ServerSession
 from swift_stage2.servers.stock import WeightSums, ask_sums_incarnation
-from swift_stage2.stock_proof.load_record import combine
 from swift_stage2.stock_proof.sums_server import register_server
 from swift_stage2.weights.proof import prove_server
 
@@ -161,42 +159,3 @@ def test_a_stock_server_that_was_restarted_during_the_push_is_not_believed() -> 
         pytest.raises(ServerFault, match="restarted during the push"),
     ):
         proven_by(server, arrived(weights))
-
-
-class Session:
-    """One call, one connection."""
-
-    def get(self, url: str, timeout: float) -> httpx.Response:
-        return httpx.get(url, timeout=timeout, trust_env=False)
-
-    def post(self, url: str, timeout: float) -> httpx.Response:
-        return httpx.post(url, timeout=timeout, trust_env=False)
-
-
-class Client:
-    """As much of ms-swift's ``VLLMClient`` as the plugin touches; what it sends goes straight into a worker."""
-
-    def __init__(self, base_url: str, worker: Worker) -> None:
-        self.base_urls, self.sessions, self.worker = [base_url], [Session()], worker
-
-    def update_named_param(self, name: str, weights: torch.Tensor) -> None:
-        with self.worker.record.loading("update_named_param"):
-            self.worker.record.load([(name, weights)], lambda weights: self.worker.loader(dict(weights)))
-
-    def update_flattened_params(self, metadatas: Any, flattened_tensor: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def process_weights_after_loading(self) -> None:
-        self.worker.record.end()
-
-    def update_adapter_flattened_param(self, peft_config: Any, metadatas: Any, flat: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def update_adapter_param(self, peft_config: Any, lora_params: dict[str, torch.Tensor]) -> None:
-        self.worker.record.take_adapter(lora_params)
-
-
-def push(client: Client, weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in weights.items():
-        client.update_named_param(name, tensor)
-    client.process_weights_after_loading()

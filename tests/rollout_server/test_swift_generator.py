@@ -106,7 +106,6 @@ def ledger(limits: list[int], aborted: list[bool] | None = None) -> RowLedger:
         prompt_length=2,
         limits=limits,
         stop_token_ids=[0, 9],
-        stop_words=None,
         aborted=lambda: flags,
         device=CPU,
     )

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from waiting import wait_for
 from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
-from swift_stage2.rollout_server.weight_source import OfferedWeights, WeightSource, open_learner_memory
+from swift_stage2.rollout_server.vllm_weights import LoadRecord, Report
+from swift_stage2.rollout_server.weight_source import WeightSource, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
 from swift_stage2.wire import TensorSpec, WeightOffer, WeightWay
@@ -40,17 +40,19 @@ class SlowGenerator:
         self.stuck = False
         self.aborts: list[str] = []
         self.read: list[list[float]] = []
-        self.unreadable: list[str | None] = [None]  # why, of each worker
+        self.refusals = [""]  # why a worker could not read it
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
 
-    async def load_weights(self, path: str, fault: str) -> list[dict[str, Any]]:
+    async def load_weights(self, path: str) -> list[str]:
         if self.stuck:
             await asyncio.sleep(WAIT_S)
         self.read.append(ReadSnapshot.open(path).tensors["a"].tolist())
-        report = {"read": {"a": "sum"}, "pieces": []}
-        return [report if why is None else {"unreadable": why} for why in self.unreadable]
+        return self.refusals
+
+    async def held_weights(self) -> list[Report]:
+        return [LoadRecord().report("", {})]
 
     async def answer(
         self, request: GenerationRequest, name: str, stamp: WeightStamp, is_aborted: Callable[[], bool]
@@ -101,7 +103,7 @@ def arrived(number: int = 1) -> WeightSource:
     snapshot.describe(identity)
     file = SharedFile(bytes(snapshot.file.memory), LENT)
     offer = WeightOffer("run", number, MANIFEST, WeightWay.SHARED_MEMORY, path=file.file.path)
-    source = WeightSource(offer, OfferedWeights(open_learner_memory(file.file.path), offer))
+    source = WeightSource(offer, open_learner_memory(file.file.path))
     file.close()
     return source
 
@@ -111,7 +113,7 @@ def install(
 ) -> None:
     """A round's last part; afterwards nothing of the round is kept."""
     try:
-        engine.install(source.collect(WAIT_S, NOBODY_LEAVES), stamp, timeout_s, None)
+        engine.install(source, stamp, timeout_s)
     finally:
         source.close()
         source.join(WAIT_S)
@@ -146,7 +148,7 @@ def test_memory_of_loads_that_timed_out_outlives_its_round_until_one_succeeds(
 def test_workers_that_cannot_open_it_are_told_and_the_old_weights_are_whole_if_none_could(
     engine: VllmRolloutEngine, generator: SlowGenerator, num_readers: int
 ) -> None:
-    generator.unreadable = ["[Errno 13] Permission denied", *[None] * num_readers]
+    generator.refusals = ["[Errno 13] Permission denied", *[""] * num_readers]
     with pytest.raises(InstallFailed, match=r"in 1 of .*Permission denied") as caught:
         install(engine, arrived(), WeightStamp(1, "run"))
     assert caught.value.torn == bool(num_readers)

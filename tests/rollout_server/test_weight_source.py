@@ -19,8 +19,6 @@ from rounds_on_disk import SPECS, offer, prove, snapshot, weights
 from swift_stage2.errors import InstallFailed, ProtocolError
 from swift_stage2.rollout_server.weight_source import (
     DiskFile,
-    FilledSource,
-    OfferedWeights,
     WeightSource,
     listen,
     open_learner_memory,
@@ -67,10 +65,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def mapped(path: str, wanted: WeightOffer) -> WeightSource:
-    return WeightSource(wanted, OfferedWeights(open_learner_memory(path), wanted))
+    return WeightSource(wanted, open_learner_memory(path))
 
 
-def require_whole(arrived: OfferedWeights) -> None:
+def require_whole(arrived: WeightSource) -> None:
+    arrived.collect(WAIT_S, NOBODY_LEAVES)
     assert list(arrived.tensors) != list(weights()), "they come in the file's order"
     assert arrived.tensors.keys() == weights().keys()
     assert all(torch.equal(arrived.tensors[name], tensor) for name, tensor in weights().items())
@@ -85,14 +84,12 @@ def require_whole(arrived: OfferedWeights) -> None:
 
 def test_memory_is_read_where_it_lies_and_the_mapping_ends_with_the_offer(file: SharedFile) -> None:
     source = mapped(file.file.path, offer())
-    arrived = source.collect(0.0, NOBODY_LEAVES)
-    require_whole(arrived)
+    require_whole(source)
     assert file.num_mapped == 1
     source.close()
     source.close()
     with pytest.raises(InstallFailed, match="has ended"):
-        arrived.lend()
-    del arrived
+        source.lend()
     assert source.join(0.0)
     assert file.num_mapped == 0
     with pytest.raises(InstallFailed, match="has ended"):
@@ -107,7 +104,7 @@ def test_memory_of_another_process_stays_after_its_death() -> None:
         source = mapped(path, offer())
         process.kill()
         process.wait(WAIT_S)
-    require_whole(source.collect(0.0, NOBODY_LEAVES))
+    require_whole(source)
     with pytest.raises(OSError, match="No such file"):
         mapped(path, offer())
     source.close()
@@ -197,7 +194,7 @@ def other_specs() -> tuple[TensorSpec, ...]:
         (offer(2), "must be version 2 of run run, got version=1 run_id='run'"),
         (offer(run_id="other"), "must be version 1 of run other, got version=1 run_id='run'"),
         (offer(specs=SPECS[1:]), "num_differences=1: odd"),
-        (offer(specs=other_specs()), r"scalar: server float32\[\], learner int32\[\]"),
+        (offer(specs=other_specs()), "num_differences=1: scalar"),
     ],
 )
 def test_weights_of_anything_but_the_offer_are_refused(
@@ -211,7 +208,7 @@ def test_weights_of_anything_but_the_offer_are_refused(
 
 def test_a_flipped_bit_is_told_with_the_tensors_name(learner: SnapshotFile) -> None:
     learner.tensors["wide"].view(torch.uint8)[3, 4] ^= 1
-    arrived = mapped(learner.file.path, offer()).collect(0.0, NOBODY_LEAVES)
+    arrived = mapped(learner.file.path, offer())
     with pytest.raises(InstallFailed, match="num_differences=1: wide with other checksums"):
         arrived.require(checksums_by_name(arrived.tensors))
 
@@ -220,10 +217,10 @@ def test_a_flipped_bit_is_told_with_the_tensors_name(learner: SnapshotFile) -> N
 
 
 @contextmanager
-def receiving(num_bytes: int) -> Iterator[tuple[FilledSource, WeightListener, int, MemoryFile]]:
+def receiving(num_bytes: int) -> Iterator[tuple[WeightSource, WeightListener, int, MemoryFile]]:
     port, memory = free_port(), MemoryFile("weights", num_bytes)
     end = listen("127.0.0.1", port)
-    source = FilledSource(memory, offer(), end)
+    source = WeightSource(offer(), memory.reopened(), memory.memory, end)
     yield source, end, port, memory
     source.close()
     assert source.join(WAIT_S)
@@ -236,7 +233,7 @@ def test_a_stream_fills_the_servers_own_memory(learner: SnapshotFile) -> None:
     with receiving(num_bytes) as (source, end, port, memory):
         with closing(connect_stream("127.0.0.1", port, end.secret, WAIT_S)) as stream:
             stream.send(learner.file.memory, WAIT_S)
-        require_whole(source.collect(WAIT_S, NOBODY_LEAVES))
+        require_whole(source)
         assert memory.memory == learner.file.memory
 
 
@@ -267,10 +264,16 @@ def test_no_memory_is_taken_for_what_cannot_be_the_offered_snapshot(
         require_size(learner.num_bytes + spare, SPECS)
 
 
-def read(root: Path, name: str = "run-1") -> OfferedWeights:
+def read(root: Path, name: str = "run-1") -> WeightSource:
     file = DiskFile(root, name)
-    source = FilledSource(MemoryFile("weights", file.num_bytes), offer(), file)
-    return source.collect(WAIT_S, NOBODY_LEAVES)
+    memory = MemoryFile("weights", file.num_bytes)
+    source = WeightSource(offer(), memory.reopened(), memory.memory, file)
+    try:
+        source.collect(WAIT_S, NOBODY_LEAVES)
+    except InstallFailed:
+        source.close()
+        raise
+    return source
 
 
 @pytest.mark.parametrize("is_proven", [True, False])
@@ -280,6 +283,7 @@ def test_a_file_is_read_before_its_proof_and_after(root: Path, is_proven: bool) 
     arrived = read(root)
     os.truncate(next(root.iterdir()), 10)  # what was read is not the disk's any more
     require_whole(arrived)
+    arrived.close()
 
 
 def flip(path: Path, at: int) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
+from live_server import (
+    MODEL,
+    RunningServer,
+    flip_element,
+    free_port,
+    image_request,
+    load_learner,
+    train_a_little,
+)
 from weight_updates import make_updates, mark_suspect
 
 from swift_stage2.config import Proof
-from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
 from swift_stage2.weights.proof import CanaryAnswer
@@ -83,20 +91,28 @@ def learner(server: RunningServer) -> Iterator[Learner]:
     built.sync.close()
 
 
-def test_after_each_push_the_servers_greedy_answer_is_the_learners(
-    server: RunningServer, learner: Learner
-) -> None:
+def require_each_push_answered(learner: Any, ask: Callable[[], tuple[int, ...]], proof: str) -> None:
+    """After each push ``ask``, the server's greedy answer to the canary, is the learner's own."""
     answers = []
     for _ in range(3):
         outcome = learner.push()
         assert outcome.proven == (0,), outcome.reports[0].error
-        assert outcome.reports[0].proof == "checksums+canary"
-        (completion,) = server.infer([learner.canary.request], max_tokens=12)
-        assert learner.canary.latest.agrees(completion.token_ids)
-        assert completion.weight_version == outcome.version
-        answers.append(completion.token_ids)
+        assert outcome.reports[0].proof == proof
+        answers.append(ask())
+        assert learner.canary.latest.agrees(answers[-1])
         train_a_little(learner.module)
     assert len(set(answers)) > 1  # the pushes really moved something
+
+
+def test_after_each_push_the_servers_greedy_answer_is_the_learners(
+    server: RunningServer, learner: Learner
+) -> None:
+    def ask() -> tuple[int, ...]:
+        (completion,) = server.infer([learner.canary.request], max_tokens=12)
+        assert completion.weight_version == learner.sync.version
+        return completion.token_ids
+
+    require_each_push_answered(learner, ask, "checksums+canary")
 
 
 def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_every_few_pushes(
@@ -110,9 +126,9 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
 
     try:
         told = [proof(next(server.versions)) for _ in range(5)]
-        server.engine.install_fault = InstallFault.FLIP_ELEMENT
+        server.engine.copy = flip_element
         told.append(proof(next(server.versions)))
-        server.engine.install_fault = InstallFault.NONE
+        server.engine.copy = copy_weights
         told += [proof(next(server.versions)) for _ in range(2)]
         mark_suspect(sync, 0)
         told.append(proof(next(server.versions)))
@@ -136,37 +152,3 @@ def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_tak
     sync.close()
     assert report.proven, report.error
     assert report.transport == "tcp (the learner's memory cannot be read here: No such file or directory)"
-
-
-def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
-    server: RunningServer, learner: Learner
-) -> None:
-    learner.module.to(torch.bfloat16)
-    sync = learner.make_sync(proof=Proof.CHECKSUM)
-    learner.publisher.make_transport = lambda info: transport_for(
-        info, device=torch.device("cpu"), api_key=None
-    )
-    (report,) = sync.run([0], version=next(server.versions)).reports.values()
-    sync.close()
-    assert (report.proven, report.proof, report.transport) == (True, "checksums", "shared_memory"), (
-        report.error
-    )
-
-
-def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
-    server: RunningServer, learner: Learner
-) -> None:
-    assert learner.push().proven == (0,)
-    with torch.no_grad():  # too little for any greedy answer to change, so the canary cannot see it
-        next(learner.module.parameters()).view(-1)[0] += 1e-6
-    server.engine.install_fault = InstallFault.SKIP_COPY
-    outcome = learner.push()
-    assert outcome.failed == (0,)
-    assert "resident checksum" in str(outcome.reports[0].error)
-
-
-def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
-    learner.publisher.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
-    outcome = learner.push()
-    assert outcome.failed == (0,)
-    assert "ConnectError" in str(outcome.reports[0].error)
