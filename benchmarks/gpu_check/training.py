@@ -26,8 +26,7 @@ from benchmarks.servers import BenchServer, BenchServers, write_job
 from swift_stage2.config import Mode, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, server_entry
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.launch.job import last_cause
 from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree

@@ -25,8 +25,7 @@ from swift_stage2.demo.demo_config import (
     server_entry,
     write_config,
 )
-from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, num_train_samples, write_scenes
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.evaluate.command import PREDICTIONS_FILE
 from swift_stage2.evaluate.command import main as evaluate

@@ -31,8 +31,7 @@ from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, own_server, require_answer
-from swift_stage2.report.content import Section, Sentence, Tone
-from swift_stage2.report.rendering import PageContent, page_of, terminal_report
+from swift_stage2.report.content import PageContent, Section, Sentence, Tone, page_of, terminal_report
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 

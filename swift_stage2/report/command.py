@@ -14,15 +14,25 @@ from pathlib import Path
 
 from swift_stage2.data.prediction import write_file
 from swift_stage2.launch.launcher import next_commands
-from swift_stage2.report.content import Gallery, Section, Sentence, filled, number
+from swift_stage2.report.content import (
+    Gallery,
+    PageContent,
+    Section,
+    Sentence,
+    filled,
+    number,
+    page_of,
+    terminal_report,
+)
 from swift_stage2.report.quality import (
     detection_section,
     evaluations_of,
     gallery_of,
     matches_of,
     quality_section,
+    suspects_of,
+    suspects_section,
 )
-from swift_stage2.report.rendering import PageContent, page_of, terminal_report
 from swift_stage2.report.run_data import RunData, read_run
 from swift_stage2.report.steps import (
     account_section,
@@ -31,7 +41,6 @@ from swift_stage2.report.steps import (
     steps_section,
     time_section,
 )
-from swift_stage2.report.suspects import suspects_of, suspects_section
 from swift_stage2.report.verdict import Speed, slowest, speed_of, verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
 from swift_stage2.runtime.parser import CommandParser

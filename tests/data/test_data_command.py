@@ -11,7 +11,7 @@ import pytest
 from commands import run_command, run_python
 from row_files import make_image, make_row, write_rows
 
-from swift_stage2.data.check_command import main
+from swift_stage2.data.survey import main
 
 PATIENCE_S = 120
 

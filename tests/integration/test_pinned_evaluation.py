@@ -12,8 +12,7 @@ from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
 from swift_stage2.data.recorded import evaluation_file, evaluations_directory, read_recorded
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -22,8 +22,7 @@ from swift_stage2.config import Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, write_scenes
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.stock import WeightSums
 from swift_stage2.stock_proof import PLUGIN

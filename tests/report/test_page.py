@@ -13,8 +13,7 @@ from run_files import RunFiles, picture
 
 from swift_stage2.cli import main
 from swift_stage2.report.command import RunReport, report_of
-from swift_stage2.report.content import Headline, Sentence, Table
-from swift_stage2.report.rendering import page_of
+from swift_stage2.report.content import Headline, Sentence, Table, page_of
 from swift_stage2.report.run_data import read_run
 
 SECTIONS = [

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, Request, sync_playwright
 from run_files import RunFiles, picture
 
 from swift_stage2.report.command import report_of
-from swift_stage2.report.rendering import page_of
+from swift_stage2.report.content import page_of
 from swift_stage2.report.run_data import read_run
 
 pytestmark = pytest.mark.browser

@@ -7,8 +7,7 @@ import io
 from hypothesis import strategies as st
 from rich.console import Console
 
-from swift_stage2.report.content import Gallery, Part, Section, Sentence, Tone
-from swift_stage2.report.rendering import terminal_report
+from swift_stage2.report.content import Gallery, Part, Section, Sentence, Tone, terminal_report
 
 KEY = "stage2_ab.channel_b.prefetch.sync_every_steps"
 CELLS = st.text("ab ", max_size=30)
