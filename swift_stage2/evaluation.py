@@ -205,7 +205,6 @@ class RankEvaluation:
             number = rollout.sample.key.position
             if isinstance(scored, ScoredRollout):
                 found[number] = rollout, scored
-                self.events.matched(rollout, scored.target, scored.space)
             else:
                 failed[number] = str(scored)
 

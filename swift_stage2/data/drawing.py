@@ -49,13 +49,13 @@ class Drawing:
 
 
 def gallery_image(
-    drawing: Drawing, path: str, size: tuple[int, int], similarity: str = "IoU"
+    drawing: Drawing, path: str, space: tuple[int, int] | None = None, similarity: str = "IoU"
 ) -> tuple[str, str]:
-    """A data URI and nothing, or nothing and why the image cannot be read; ``size`` is what places are measured in."""
+    """A data URI and nothing, or nothing and why the image cannot be read; ``space`` as ``draw`` takes it."""
     if not path:
         return "", "the image has no path"
     try:
-        canvas = draw(drawing, path, size, similarity)
+        canvas = draw(drawing, path, space, similarity)
     except SampleError as reason:
         return "", str(reason)
     except Exception as error:  # decoders of damaged files raise anything
@@ -65,18 +65,21 @@ def gallery_image(
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}", ""
 
 
-def draw(drawing: Drawing, path: str, size: tuple[int, int], similarity: str) -> Image.Image:
-    """The picture with a legend. ``size``: width and height that places are measured in; ``similarity``: of pairs.
+def draw(drawing: Drawing, path: str, space: tuple[int, int] | None, similarity: str) -> Image.Image:
+    """The picture with a legend; ``similarity``: of pairs.
+
+    ``space``: width and height that places are measured in; None is the stored image's own.
 
     Raises:
         SampleError, OSError and whatever else decoders raise: the image cannot be read.
     """
-    picture = _opened(path)
+    picture, size = _opened(path)
+    width, height = space or size
     if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     canvas = Image.new("RGB", (max(picture.width, _LEAST_SIDE), picture.height + 2 * _LINE_PIXELS), "white")
     canvas.paste(picture)
-    pen = _Pen(ImageDraw.Draw(canvas), (picture.width / size[0], picture.height / size[1]), picture.size)
+    pen = _Pen(ImageDraw.Draw(canvas), (picture.width / width, picture.height / height), picture.size)
     close = {prediction: value for prediction, _, value in drawing.pairs}
     found = {truth for _, truth, _ in drawing.pairs}
     for number, (label, place) in enumerate(drawing.truth):
@@ -97,17 +100,18 @@ def draw(drawing: Drawing, path: str, size: tuple[int, int], similarity: str) ->
     return canvas
 
 
-def _opened(path: str) -> Image.Image:
-    """The image in RGB, of at most ``_SIDE`` pixels a side."""
+def _opened(path: str) -> tuple[Image.Image, tuple[int, int]]:
+    """The image in RGB, of at most ``_SIDE`` pixels a side, and its stored size."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         with Image.open(io.BytesIO(content_of(path)), formats=FORMATS) as opened:
             if opened.width * opened.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
                 raise SampleError(f"the image has too many pixels: {opened.width} × {opened.height}")
+            size = opened.size
             opened.draft("RGB", (_SIDE, _SIDE))
             small = opened.convert("RGB")
     small.thumbnail((_SIDE, _SIDE))
-    return small
+    return small, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.drawing import Drawing
 from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
 from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
 from swift_stage2.report.content import (
     Gallery,
     Headline,
     Part,
-    Picture,
     Section,
     Sentence,
     Table,
     Tone,
     number,
 )
+from swift_stage2.report.quality import picture_of
 
 Values = Mapping[str, float]
 Intervals = Mapping[str, Bounds]
@@ -182,28 +181,11 @@ def worst_images(
     for row, prediction, matched, objects in found[:_MOST_PICTURES]:
         truth = tuple(zip(row.truth.labels, row.truth.boxes, strict=True))
         predicted = tuple(zip(objects.ref, objects.bbox, strict=True))
-        image, trouble = "", "nothing was predicted"
-        if prediction:
-            drawing = Drawing(truth, predicted, matched)
-            image, trouble = gallery_image(drawing, row.image, (prediction.width, prediction.height))
-        pictures.append(
-            Picture(
-                image=image,
-                trouble=trouble,
-                name=Path(row.image).name,
-                facts=(
-                    f"row {row.number} of the data",
-                    f"{len(predicted)} predicted, {len(truth)} true",
-                    f"{len(matched)} matched, {len(truth) - len(matched)} missed, "
-                    f"{len(predicted) - len(matched)} false",
-                ),
-                fate=f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer",
-                texts=(
-                    ("Answer", (prediction.answer if prediction else None) or _listed(predicted)),
-                    ("Truth", _listed(truth)),
-                ),
-            )
-        )
+        end = f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer"
+        answer = (prediction.answer if prediction else None) or _listed(predicted)
+        texts = (("Answer", answer), ("Truth", _listed(truth)))
+        facts = (end, f"row {row.number} of the data")
+        pictures.append(picture_of(Drawing(truth, predicted, matched), row.image, facts, texts))
     shown = f"{number(len(pictures))} of {number(len(rows))} images, those with the most objects "
     return Gallery(f"{shown}missed or invented first.", tuple(pictures))
 

@@ -65,8 +65,6 @@ class Picture:
     trouble: str
     name: str
     facts: tuple[str, ...]
-    fate: str
-    """The outcome in one bold line."""
     texts: tuple[tuple[str, str], ...]
     """Title and text of what was said and what was true."""
 

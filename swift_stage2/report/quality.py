@@ -115,66 +115,57 @@ RankMatch = tuple[int, Match]
 
 
 def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
-    """The matches of all ranks by time.
-
-    A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
-    counts once for every version.
-    """
-    every = [(rank.rank, match) for rank in ranks for match in rank.of(Match)]
-    found = {(rank, match.purpose, match.sample, match.version): (rank, match) for rank, match in every}
-    return sorted(found.values(), key=lambda each: each[1].time)
+    """The matches of all ranks by time. A draw that a resumed process repeated counts once, as it was answered last."""
+    found = {(rank.rank, match.sample): match for rank in ranks for match in rank.of(Match)}
+    return sorted(((rank, match) for (rank, _), match in found.items()), key=lambda each: each[1].time)
 
 
 _MOST_PICTURES = 24
-_MOST_CHARACTERS = 20_000  # of a text that is shown
 
 
-def gallery_of(matches: Sequence[RankMatch], similarity: str, size: int = _MOST_PICTURES) -> Gallery:
-    """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
-    newest = matches[: -size - 1 : -1]
+def gallery_of(matches: Sequence[RankMatch], similarity: str) -> Gallery:
+    """The newest of the ``matches``, which are by time. Opens their images."""
+    newest = matches[: -_MOST_PICTURES - 1 : -1]
     told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first."
     return Gallery(told, tuple(_picture(*each, similarity) for each in newest))
 
 
 def _picture(rank: int, match: Match, similarity: str) -> Picture:
+    epoch, position, row, attempt = match.sample
+    again = f", attempt {attempt}" if attempt else ""
+    facts = [f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}, version {match.version}"]
+    facts += [f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count]
+    if match.reward:
+        facts.append("reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items()))
+    if match.truncated:
+        facts.append("cut off at max_new_tokens")
+    if len(match.images) > 1:
+        facts.append(f"first of {len(match.images)} images")
     drawing = Drawing(match.truth, match.predicted, match.pairs)
     path = (match.images[0] if match.images else None) or ""
-    image, trouble = gallery_image(drawing, path, match.space, similarity)
+    texts = (("Rollout", match.rollout), ("Corrected answer", match.target))
+    return picture_of(drawing, path, facts, texts, match.space, similarity)
+
+
+def picture_of(
+    drawing: Drawing,
+    path: str,
+    facts: Iterable[str],
+    texts: tuple[tuple[str, str], ...],
+    space: tuple[int, int] | None = None,
+    similarity: str = "IoU",
+) -> Picture:
+    """The image at ``path`` with true and predicted objects. ``space`` as ``draw`` takes it."""
+    image, trouble = gallery_image(drawing, path, space, similarity)
+    num_pairs = len(drawing.pairs)
+    num_missed, num_false = len(drawing.truth) - num_pairs, len(drawing.predicted) - num_pairs
     return Picture(
         image=image,
         trouble=trouble,
         name=Path(path).name or "an image without a path",
-        facts=tuple(_facts(rank, match)),
-        fate="evaluation, never trained" if match.purpose == "evaluation" else "training",
-        texts=(("Rollout", _shortened(match.rollout)), ("Corrected answer", _shortened(match.target))),
+        facts=(f"{num_pairs} matched, {num_missed} missed, {num_false} false", *facts),
+        texts=texts,
     )
-
-
-def _shortened(text: str) -> str:
-    more = len(text) - _MOST_CHARACTERS
-    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
-
-
-def _facts(rank: int, match: Match) -> Iterator[str]:
-    epoch, position, row, attempt = match.sample
-    again = f", attempt {attempt}" if attempt else ""
-    yield (
-        f"row {row} of the validation set, rank {rank}"
-        if match.purpose == "evaluation"
-        else f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}"
-    )
-    num_pairs = len(match.pairs)
-    yield (
-        f"weights of version {match.version}; {num_pairs} matched, {len(match.truth) - num_pairs} missed, "
-        f"{len(match.predicted) - num_pairs} false"
-    )
-    yield from (f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count)
-    if match.reward:
-        yield "reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items())
-    if match.truncated:
-        yield "cut off at max_new_tokens"
-    if len(match.images) > 1:
-        yield f"first of {len(match.images)} images"
 
 
 _AS_TRAINING_DOES = (

@@ -191,7 +191,7 @@ class _RankRollouts:
                         self._texts.pop(key, None)
                 case RecordedCompletion():
                     self._texts[event.sample] = event.text
-                case Match(purpose="training"):
+                case Match():
                     self._texts[event.sample] = event.rollout
                 case Matched() if self.start is not None:
                     for key in event.samples:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, reward_ratios
-from swift_stage2.telemetry.timing import NANOSECONDS, Activity
+from swift_stage2.telemetry.timing import NANOSECONDS
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
     from torch.utils.tensorboard import FileWriter
@@ -28,7 +28,7 @@ _IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/", "rollouts_dropped_s
 
 
 def scalars_of_merge(
-    totals: Mapping[str, float], activity_ns: Mapping[Activity, int], window_start: Mapping[str, float]
+    totals: Mapping[str, float], activity_ns: Mapping[str, int], window_start: Mapping[str, float]
 ) -> dict[str, float]:
     """Every scalar of one logging step, of all ranks. ``window_start`` holds the counters at the one before."""
     # Stages that this run does not time one by one, and groups that it does not make, would be lines at zero.
@@ -63,7 +63,7 @@ def _schedule(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _activities(activity_ns: Mapping[Activity, int]) -> dict[str, float]:
+def _activities(activity_ns: Mapping[str, int]) -> dict[str, float]:
     times = {f"{PREFIX}time/learner_{activity}": ns / NANOSECONDS for activity, ns in activity_ns.items()}
     return times | {f"{PREFIX}time/learner_wall": sum(activity_ns.values()) / NANOSECONDS}
 

@@ -78,10 +78,8 @@ def test_a_run_that_hides_all_its_rollouts_reaches_its_bound() -> None:
 def test_of_the_pipelines_time_counts_its_work_for_the_packs_that_were_trained() -> None:
     last = Metrics(
         step=None,
-        epoch=None,
         numbers={"packs_made": 20, "packs_trained": 10},
         activity_ns={},
-        wall_ns=0,
         pipeline_ns={"asking": 4 * 10**9, "packing": 10**9, "idle": 9 * 10**9, "ticket": 9 * 10**9},
     )
     assert speed_of(RankEvents(0, [[last]])).rollouts_s == pytest.approx(2.5)
