@@ -174,7 +174,7 @@ def worst_images(
     """Some images, those with the most objects missed or invented first. Opens their files."""
     found = [
         (row, prediction, matched, prediction.objects if prediction else LabelledBoxes())
-        for row, prediction, matched in zip(rows, predictions, scores.matched(), strict=True)
+        for row, prediction, matched in zip(rows, predictions, scores.matched, strict=True)
     ]
     found.sort(key=lambda each: 2 * len(each[2]) - len(each[0].truth) - len(each[3].ref))
     pictures = []

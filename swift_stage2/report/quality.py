@@ -61,7 +61,7 @@ class RowEvaluation:
     @cached_property
     def matched(self) -> Mapping[int, tuple[tuple[int, int, float], ...]]:
         """By row, (prediction, true object, IoU) of each pair."""
-        return dict(zip(sorted(self.rows), self.scores.matched(), strict=True))
+        return dict(zip(sorted(self.rows), self.scores.matched, strict=True))
 
     @cached_property
     def counts(self) -> Mapping[str, Counts]:

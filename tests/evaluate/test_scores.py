@@ -41,8 +41,8 @@ def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: 
     data = random_data(seed, num_images=30, num_classes=2, per_class=8.0)
     scores = DetectionScores(data)
     found, by_threshold = scores.points(), [matched_one_by_one(data, float(each)) for each in THRESHOLDS]
-    for threshold, pairs, expected in zip(THRESHOLDS, scores.pairs, by_threshold, strict=True):
-        assert len(pairs) / len(data.truth) == pytest.approx(expected["recall"], abs=1e-12), threshold
+    for threshold, number, expected in zip(THRESHOLDS, scores.num_matched, by_threshold, strict=True):
+        assert number / len(data.truth) == pytest.approx(expected["recall"], abs=1e-12), threshold
     assert {name: found[f"eval/{name}"] for name in by_threshold[0]} == pytest.approx(by_threshold[0])
     for name in ("precision", "recall", "f1"):
         mean = np.mean([each[name] for each in by_threshold])
@@ -52,7 +52,7 @@ def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: 
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_are_told_by_image_with_the_numbers_of_their_objects_there(seed: int) -> None:
     data = random_data(seed, num_images=12, num_classes=2, per_class=4.0)
-    matched = DetectionScores(data).matched()
+    matched = DetectionScores(data).matched
     assert len(matched) == data.num_images
     for image, pairs in enumerate(matched):
         predicted, true = data.predicted.images == image, data.truth.images == image
