@@ -25,13 +25,8 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import DecodingConfig, Stage2Config
-from swift_stage2.data.recorded import (
-    EvaluationKeeper,
-    Scored,
-    as_line,
-    evaluations_directory,
-    recorded_row,
-)
+from swift_stage2.data.prediction import as_line
+from swift_stage2.data.recorded import EvaluationKeeper, Scored, evaluations_directory, recorded_row
 from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,

@@ -108,12 +108,6 @@ def _write(
                 remedy="write --boxes-on stored if boxes were drawn on the pixels as they lie in the file; else, as "
                 f"most programs show pictures, turn the pictures themselves, and import them then: {TURN}",
             )
-        if empty := [path for path in outputs if not num_images[path]]:
-            raise UserError(
-                "--split must leave images on both sides",
-                got=f"{options.split:g} of {num_images.total()} images and none for {empty[0]}",
-                remedy="name another share or --seed",
-            )
     return [f"{path}: {num_images[path]:,} rows with {num_objects[path]:,} objects" for path in outputs]
 
 

@@ -7,12 +7,11 @@ Rank 0 writes a file whole, beside training, once all ranks have ended; the even
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from swift_stage2.data.prediction import (
     LabelledBoxes,
     Prediction,
     answer_flags,
+    as_line,
     as_text,
     in_pixels,
 )
@@ -108,18 +108,6 @@ def _in_row_pixels(row: Mapping[str, Any], truth: TrueObjects, size: tuple[int, 
     return TrueObjects(truth.labels, tuple(boxes))
 
 
-def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> str:
-    """One row as JSON, without a line's end; with its evaluation as it stands in a file."""
-    known = {name: value for name, value in asdict(row).items() if value is not None}
-    if evaluation is not None:
-        known |= {
-            "due_step": evaluation.due_step,
-            "step": evaluation.begun_step,
-            "version": evaluation.version,
-        }
-    return json.dumps(known)
-
-
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
     """``SCORED`` by name, as `evaluate` computes them; absent where nothing was counted or the task has no boxes."""
     truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
@@ -189,7 +177,12 @@ class EvaluationKeeper:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         path = evaluation_file(self._directory, evaluation.due_step, evaluation.version)
-        write_whole(path, "".join(as_line(row, evaluation) + "\n" for row in rows), is_private=True)
+        facts = {
+            "due_step": evaluation.due_step,
+            "step": evaluation.begun_step,
+            "version": evaluation.version,
+        }
+        write_whole(path, "".join(as_line(row, **facts) + "\n" for row in rows), is_private=True)
 
 
 def evaluations_directory(run_dir: Path) -> Path:

@@ -210,8 +210,8 @@ def verdict_section(speed: Speed, summary: RunSummary, b_ratio: float | None) ->
     unused = summary.unused_b
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if not speed.lacks:
-        parts += [_headline(speed, summary), _missed(summary)]
-        parts += [*map(Sentence, bottlenecks(speed, summary, b_ratio)), _sums(speed)]
+        advice = map(Sentence, bottlenecks(speed, summary, b_ratio))
+        parts += [_headline(speed, summary), *advice, _sums(speed)]
     else:
         parts.append(Sentence(f"No speed-up can be told: {speed.lacks}.", Tone.WARN))
         parts += map(Sentence, bottlenecks(None, summary, b_ratio))
@@ -230,17 +230,6 @@ def _headline(speed: Speed, summary: RunSummary) -> Headline:
             ("reached", f"{min(1.0, speed.facts['fraction']):.0%}", of_bound),
             ("B steps", f"{summary.num_b_run} of {summary.num_b_wanted}", "that the schedule wanted"),
         )
-    )
-
-
-def _missed(summary: RunSummary) -> Sentence | None:
-    """Without it a run that left its B steps out would look as good as one that trained them."""
-    if (missed := summary.num_b_wanted - summary.num_b_run) <= 0:
-        return None
-    return Sentence(
-        f"Speed-up and bound are of the work that was done: the {missed} of {summary.num_b_wanted} wanted B steps that "
-        "did not run count in neither.",
-        Tone.WARN if missed > WORTH * summary.num_b_wanted else Tone.PLAIN,
     )
 
 

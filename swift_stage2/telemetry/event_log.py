@@ -12,11 +12,11 @@ import os
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
@@ -48,9 +48,6 @@ def event_path(run_dir: Path, rank: int) -> Path:
 
 class EventLog:
     """Appends one rank's events. Safe for any number of threads; only ``flush_to_disk`` raises for the disk's sake."""
-
-    put: ClassVar[Callable[[int, bytes], int]] = staticmethod(os.write)
-    """How bytes reach a descriptor; the fault bench sets a slow one."""
 
     def __init__(self, path: Path | None) -> None:
         """``path`` None keeps nothing."""
@@ -107,7 +104,7 @@ class EventLog:
                 assert self._path is not None
                 self._descriptor = _open_behind_last_line(self._path)
             while rest:
-                rest = rest[EventLog.put(self._descriptor, rest) :]
+                rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
             self._fail(error)
             return 0

@@ -95,15 +95,6 @@ def test_rows_of_one_image_are_one_image_again(tmp_path: Path, run_import: Impor
     assert sorted(by_name(back)["a.png"]) == sorted(by_name(json.loads(source.read_text()))["a.png"])
 
 
-def test_a_folder_that_holds_no_image_is_refused_and_nothing_is_left(
-    tmp_path: Path, run_import: Importer
-) -> None:
-    rows = run_import("coco", write_coco(tmp_path, [annotation(1)]))
-    with pytest.raises(UserError, match=r"got .*/photos, and the first of others is .*a\.png"):
-        export(rows.path, "--images", str(tmp_path / "photos"))
-    assert not rows.path.with_name("out.json").exists()
-
-
 def test_scores_of_what_evaluate_writes_are_kept(tmp_path: Path) -> None:
     predictions = tmp_path / "predictions.jsonl"
     objects = LabelledBoxes(("messages",), ((30, 5, 39, 14),))  # as a row has a key

@@ -325,7 +325,6 @@ def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, ru
         (["--prompt", "<bbox>"], "neither"),
         (["--prompt", "<image><image>"], "once"),
         (["--prompt", "Find {Labels}."], r"knows \{labels\}, got \{Labels\}"),
-        (["--split", "0.0001"], "images on both sides"),
         (["--images", "nowhere"], "--images must be a folder"),
         (["--images", "n" * 300], "--images must be a folder"),
         (["--output", "n" * 300], "--output must be a file that can be written"),

@@ -201,7 +201,6 @@ def test_steps_that_were_skipped_come_with_a_setting_or_a_section(
     section = verdict_section(speed, told, B_RATIO)
     sentences = " ".join(part.text for part in section.parts if isinstance(part, Sentence))
     assert all(name in sentences for name in names)
-    assert "the 4 of 6 wanted B steps that did not run count in neither" in sentences
     headline = next(part for part in section.parts if isinstance(part, Headline))
     assert ("reached", "100%", "of the bound for the 2 B steps that ran") in headline.numbers
 

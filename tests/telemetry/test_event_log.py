@@ -172,7 +172,7 @@ def test_the_first_event_that_cannot_be_written_ends_the_log(
         return written
 
     with monkeypatch.context() as full:
-        full.setattr(EventLog, "put", staticmethod(until_full))
+        full.setattr(os, "write", until_full)
         log.write(Warned(message="kept"))
         assert log.failure == ""
         assert log.write(Warned(message="x" * 100)) == 0
