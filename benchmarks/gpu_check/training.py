@@ -180,8 +180,7 @@ def attention_options() -> dict[str, str]:
 
 def _look(context: Context, job: DemoJob) -> None:
     """Notes how far the learner is, and the most that was in use of the device."""
-    path = event_path(job.run_dir, 0)
-    kinds = {event.kind for event in read_events(path)} if path.exists() else set()
+    kinds = {event.kind for event in read_events(event_path(job.run_dir, 0))}
     for kind, part in _PARTS.items():
         if kind in kinds:
             context.at(part)
@@ -209,8 +208,7 @@ def await_end(
 
 def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
     """A rank's whole events so far."""
-    path = event_path(job.run_dir, rank)
-    events = read_events(path) if path.exists() else []
+    events = read_events(event_path(job.run_dir, rank))
     return [event.model_dump(mode="json") for event in events if event.kind == kind]
 
 

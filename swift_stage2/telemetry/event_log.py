@@ -33,13 +33,12 @@ from swift_stage2.telemetry.events import (
     Start,
     Step,
 )
-from swift_stage2.whole_file import MOST_BYTES, flush_directory, open_regular, regular_lines
+from swift_stage2.whole_file import MOST_BYTES, flush_directory, open_regular
 
 EventT = TypeVar("EventT", bound=Event)
 Process = Sequence[AnyEvent]
 """What one process wrote; the first event is its ``Start``, unless a log begins without one."""
 _FOLDER = "events"
-_CHUNK_BYTES = 1 << 20
 
 
 def event_path(run_dir: Path, rank: int) -> Path:
@@ -160,30 +159,28 @@ class EventTail:
         self._offset = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Those that have become whole since the last call, of which few are held at a time."""
-        while lines := self._next_lines():
-            yield from lines
-
-    def read(self) -> Iterator[AnyEvent]:
-        events = (event_of(line) for line in self.lines())
-        return (event for event in events if event is not None)
-
-    def _next_lines(self) -> list[bytes]:
+        """Those that have become whole since the last call. Raises UserError: the file cannot be read."""
         try:
             with open_regular(self._path) as file:
                 file.seek(self._offset)
-                data = file.read(_CHUNK_BYTES) + file.readline(MOST_BYTES)
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines()
+                while (line := file.readline(MOST_BYTES)).endswith(b"\n"):
+                    self._offset += len(line)
+                    yield line
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(
+                "an event log can be read", got=f"path={self._path}: {error}", remedy="make it readable"
+            ) from error
+
+    def read(self) -> Iterator[AnyEvent]:
+        events = map(event_of, self.lines())
+        return (event for event in events if event is not None)
 
 
 def read_events(path: Path) -> list[AnyEvent]:
-    """The events of one log. Raises OSError: it cannot be read."""
-    events = (event_of(line) for line in regular_lines(path) if line.endswith(b"\n"))
-    return [event for event in events if event is not None]
+    """The events of one log; none without the file. Raises UserError: it cannot be read."""
+    return [*EventTail(path).read()]
 
 
 def log_paths(run_dir: Path) -> dict[int, Path]:
@@ -204,12 +201,7 @@ def read_logs(run_dirs: Sequence[Path]) -> dict[int, list[AnyEvent]]:
         if not paths:
             raise no_log(run_dir)
         for rank, path in paths.items():
-            try:
-                logs[rank] += read_events(path)
-            except OSError as error:
-                raise UserError(
-                    "an event log can be read", got=f"path={path}: {error}", remedy="make it readable"
-                ) from error
+            logs[rank] += read_events(path)
     return dict(logs)
 
 
