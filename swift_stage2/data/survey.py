@@ -8,7 +8,6 @@ Exit status: 0 no fault (advice is none), 1 faults found, 2 the call cannot be u
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +50,6 @@ class Findings:
         self.files = tuple(files)
         self.num_rows = self.num_bad_rows = 0
         self.template: AnswerTemplate | None = None
-        self.seconds = 0.0
         self._counts = Counter[Rule]()
         self._kept: defaultdict[Rule, list[Fault]] = defaultdict(list)
 
@@ -108,7 +106,7 @@ def survey(
         needs_objects=needs_objects,
         num_coordinates=num_coordinates,
     )
-    started_s, found, formats = time.monotonic(), Findings(files), dict[PossibleTemplates, _Format]()
+    found, formats = Findings(files), dict[PossibleTemplates, _Format]()
     num_bytes = 0
     for file in files:
         num_before, begin, columns = found.num_rows, num_bytes, set[str]()
@@ -127,7 +125,6 @@ def survey(
             )
     if formats:
         _compare_formats(found, formats, dialect)
-    found.seconds = time.monotonic() - started_s
     return found
 
 
@@ -279,10 +276,7 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN, unchecked: str = 
     if (written := findings.template) is not None:
         coordinates = (1, 2, 3, 4)[: written.dialect.num_coordinates]
         yield f"answers: dialect {written.dialect}, written {written.write([('label', coordinates)])!r}"
-    checked = (
-        f"{findings.num_rows:,} rows of {len(findings.files)} file(s), every one checked, in "
-        f"{findings.seconds:.1f} s ({findings.num_rows / max(findings.seconds, 1e-9):,.0f} rows/s)"
-    )
+    checked = f"{findings.num_rows:,} rows of {len(findings.files)} file(s), every one checked"
     advised = sum(count for rule, count in findings.counts.items() if rule.is_advice)
     beside = f"; {advised:,} times advice" if advised else ""
     where = f" in form and images; {unchecked} were not checked" if unchecked else ""

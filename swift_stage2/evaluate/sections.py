@@ -9,15 +9,15 @@ from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
 from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
 from swift_stage2.report.content import (
     Gallery,
-    Headline,
     Part,
     Section,
     Sentence,
     Table,
     Tone,
+    headline,
     number,
 )
-from swift_stage2.report.quality import picture_of
+from swift_stage2.report.quality import COLOURS, picture_of
 
 Values = Mapping[str, float]
 Intervals = Mapping[str, Bounds]
@@ -60,7 +60,7 @@ def evaluation_sections(
 ) -> tuple[Section, ...]:
     """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
     errors = scores.errors()
-    headline = tuple(
+    large = tuple(
         (
             title,
             _value(points, name),
@@ -82,7 +82,7 @@ def evaluation_sections(
     error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), lost)
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
-        Section("scores", "Scores", (Headline(headline), *remarks, table)),
+        Section("scores", "Scores", (headline(large), *remarks, table)),
         Section("parts", "By class, number and size of objects", tuple(parts)),
         Section("errors", "Errors by type", (Sentence(told), error_table)),
         Section("gallery", "Worst images", (gallery,)),
@@ -187,7 +187,7 @@ def worst_images(
         facts = (end, f"row {row.number} of the data")
         pictures.append(picture_of(Drawing(truth, predicted, matched), row.image, facts, texts))
     shown = f"{number(len(pictures))} of {number(len(rows))} images, those with the most objects "
-    return Gallery(f"{shown}missed or invented first.", tuple(pictures))
+    return Gallery(f"{shown}missed or invented first. {COLOURS}", tuple(pictures))
 
 
 def _listed(objects: Sequence[tuple[str, Sequence[float]]]) -> str:

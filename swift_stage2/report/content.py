@@ -43,18 +43,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     tones: Mapping[int, Tone] = field(default_factory=dict)
     ends_in_words: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """The few numbers that a reader came for: (what, value, what it means)."""
-
-    numbers: tuple[tuple[str, str, str], ...]
-
-    @property
-    def table(self) -> Table:
-        """The same as rows."""
-        return Table("", ("what", "value", "meaning"), self.numbers, ends_in_words=True)
+    is_headline: bool = False
+    """The page shows its rows large, side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +67,7 @@ class Gallery:
     pictures: tuple[Picture, ...]
 
 
-Part = Sentence | Table | Headline | Gallery
+Part = Sentence | Table | Gallery
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +77,11 @@ class Section:
     key: str
     title: str
     parts: tuple[Part, ...] = ()
+
+
+def headline(rows: tuple[tuple[str, str, str], ...]) -> Table:
+    """The few numbers that a reader came for: (what, value, what it means)."""
+    return Table("", ("what", "value", "meaning"), rows, ends_in_words=True, is_headline=True)
 
 
 def number(value: float | None) -> str:
@@ -164,8 +159,6 @@ def _lines(parts: Iterable[Part]) -> Iterator[RenderableType]:
         match part:
             case Sentence():
                 yield Text(part.text, style=_STYLES[part.tone])
-            case Headline():
-                yield _table(part.table)
             case Table():
                 yield _table(part)
 

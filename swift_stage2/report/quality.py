@@ -121,16 +121,17 @@ def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
 
 
 _MOST_PICTURES = 24
+COLOURS = "Blue: true; orange: missed; green: predicted, with its closeness to what is true; pink: false."
 
 
-def gallery_of(matches: Sequence[RankMatch], similarity: str) -> Gallery:
+def gallery_of(matches: Sequence[RankMatch]) -> Gallery:
     """The newest of the ``matches``, which are by time. Opens their images."""
     newest = matches[: -_MOST_PICTURES - 1 : -1]
-    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first."
-    return Gallery(told, tuple(_picture(*each, similarity) for each in newest))
+    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first. {COLOURS}"
+    return Gallery(told, tuple(_picture(*each) for each in newest))
 
 
-def _picture(rank: int, match: Match, similarity: str) -> Picture:
+def _picture(rank: int, match: Match) -> Picture:
     epoch, position, row, attempt = match.sample
     again = f", attempt {attempt}" if attempt else ""
     facts = [f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}, version {match.version}"]
@@ -144,7 +145,7 @@ def _picture(rank: int, match: Match, similarity: str) -> Picture:
     drawing = Drawing(match.truth, match.predicted, match.pairs)
     path = (match.images[0] if match.images else None) or ""
     texts = (("Rollout", match.rollout), ("Corrected answer", match.target))
-    return picture_of(drawing, path, facts, texts, match.space, similarity)
+    return picture_of(drawing, path, facts, texts, match.space)
 
 
 def picture_of(
@@ -153,10 +154,9 @@ def picture_of(
     facts: Iterable[str],
     texts: tuple[tuple[str, str], ...],
     space: tuple[int, int] | None = None,
-    similarity: str = "IoU",
 ) -> Picture:
     """The image at ``path`` with true and predicted objects. ``space`` as ``draw`` takes it."""
-    image, trouble = gallery_image(drawing, path, space, similarity)
+    image, trouble = gallery_image(drawing, path, space)
     num_pairs = len(drawing.pairs)
     num_missed, num_false = len(drawing.truth) - num_pairs, len(drawing.predicted) - num_pairs
     return Picture(

@@ -20,7 +20,7 @@ from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, reward_ratio
 from swift_stage2.telemetry.timing import NANOSECONDS
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
-    from torch.utils.tensorboard import FileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +73,22 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._writer: FileWriter | None = None
+        self._writer: SummaryWriter | None = None
         self._closed = directory is None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float], *, flush: bool = True) -> None:
-        """Write all ``scalars``, by full tag, as one event."""
+        """Write all ``scalars``, by full tag."""
         if self._closed or not scalars:
             return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         with self._until_full():
             if self._writer is None:
-                self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
-            self._writer.add_summary(Summary(value=values), step)
+                self._writer = SummaryWriter(str(self._directory), filename_suffix=".stage2")
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, step)
             if flush:
-                self._writer.event_writer.flush()
+                self._writer.flush()
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called again."""

@@ -49,7 +49,7 @@ BARE = {"objects": None, "messages": make_row("", answer="A room.")["messages"]}
 @pytest.mark.parametrize(
     ("changes", "options", "status", "told"),
     [
-        ({}, (), 0, "1 rows of 1 file(s), every one checked, in "),
+        ({}, (), 0, "1 rows of 1 file(s), every one checked: no fault"),
         (
             {"images": ["turned.jpg"]},
             (),

@@ -22,13 +22,13 @@ def matches(tmp_path: Path, *each: dict[str, Any]) -> list[RankMatch]:
 
 
 def gallery(tmp_path: Path, *each: dict[str, Any]) -> Gallery:
-    return gallery_of(matches(tmp_path, *each), "IoU")
+    return gallery_of(matches(tmp_path, *each))
 
 
 def test_the_newest_come_first_and_no_more_than_fit(tmp_path: Path) -> None:
     found = gallery(tmp_path, *({"rollout": str(number)} for number in range(30)))
     assert [dict(shown.texts)["Rollout"] for shown in found.pictures] == [str(29 - n) for n in range(24)]
-    assert found.told == "24 of 30 matches, the newest first."
+    assert found.told.startswith("24 of 30 matches, the newest first. Blue: true")
 
 
 def test_an_image_without_a_path_is_a_line(tmp_path: Path) -> None:
