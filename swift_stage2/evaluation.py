@@ -40,7 +40,6 @@ from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.servers.infer_wire import protect_from_abort
 from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
 # No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
@@ -78,7 +77,6 @@ class RankEvaluation:
     make_request: Callable[[Sample], dict[str, Any]]
     preprocessor: Preprocessor
     decoding: DecodingConfig
-    events: EvaluationRecorder
     usable: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -109,9 +107,8 @@ class RankEvaluation:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
         counts = replace(self._nothing, num_wanted=len(waiting))
-        settings = RequestSettings(
-            replace(self.decoding, temperature=0.0), self.events, self._columns, only_version=version
-        )
+        greedy = replace(self.decoding, temperature=0.0)
+        settings = RequestSettings(greedy, columns=self._columns, only_version=version)
         with self._lock:
             self._progress = _Progress(settings, waiting, counts)
 
@@ -218,7 +215,7 @@ class RankEvaluation:
                 progress.num_asks[number] += was_asked
                 if progress.num_asks[number] == MAX_ASKS:
                     failed[number] = f"no answer to {MAX_ASKS} requests"
-        lines = [self._line(number, found.get(number)) for number in (*found, *failed)]
+        lines = [self._line(number, found.get(number), failed.get(number)) for number in (*found, *failed)]
         with self._lock:
             if progress is not self._progress:
                 return
@@ -231,17 +228,15 @@ class RankEvaluation:
                     progress.waiting.append(number)  # behind what was not asked yet
             num_failed = progress.counts.num_failed + len(failed)
             progress.counts = replace(progress.counts, num_failed=num_failed)
-        for number, message in sorted(failed.items()):
-            self.events.given_up(self._keys[number].index, message)
 
-    def _line(self, number: int, answer: tuple[Rollout, ScoredRollout] | None = None) -> str:
+    def _line(self, number: int, answer: tuple[Rollout, ScoredRollout] | None, failure: str | None) -> str:
         index = self._keys[number].index
         row = self.rows[index]
         try:
             truth = answer[0].sample.truth if answer else self.task.read_truth(row)
         except SampleError:
             truth = None
-        return as_line(recorded_row(index, row, truth, answer))
+        return as_line(recorded_row(index, row, truth, answer, failure))
 
 
 @dataclass(eq=False, repr=False)
@@ -356,7 +351,6 @@ def pinned_evaluation(
         make_request=encoder.request,
         preprocessor=preprocessor,
         decoding=config.rollout.decoding,
-        events=telemetry.evaluation,
         usable=usable,
     )
     dialect = channel.target.dialect or str(getattr(task, "default_dialect", ""))

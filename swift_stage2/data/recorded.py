@@ -1,7 +1,8 @@
 """Rows that evaluations during training leave: RUN_DIR/evaluations/step<due step>.v<version>.jsonl, one file each.
 
 A line is one of a file of predictions, with ``row`` (its number in the validation set), ``file`` (the image's absolute
-path), ``truth`` in the same pixels, and the evaluation's ``due_step``, ``step`` (at which it began) and ``version``.
+path), ``truth`` in the same pixels, ``failure`` of a row that was given up, and the evaluation's ``due_step``, ``step``
+(at which it began) and ``version``.
 Rank 0 writes a file whole, beside training, once all ranks have ended; the event log says which evaluations count.
 """
 
@@ -52,6 +53,8 @@ class RecordedRow(Prediction):
     row: int
     file: str | None = None
     truth: LabelledBoxes | None = None
+    failure: str | None = None
+    """Why it was given up."""
 
 
 _FORM = TypeAdapter(RecordedRow)
@@ -62,8 +65,9 @@ def recorded_row(
     row: Mapping[str, Any],
     truth: Any,
     answer: tuple[Rollout, ScoredRollout] | None = None,
+    failure: str | None = None,
 ) -> RecordedRow:
-    """Row ``number`` of the validation set with its ``truth``, as the task read it; no ``answer``: it has failed.
+    """Row ``number`` of the validation set with its ``truth``, as the task read it; without an ``answer`` why not.
 
     Looks at the header of the row's first image. A row without an image file has the template's space for its size.
     """
@@ -98,6 +102,7 @@ def recorded_row(
         row=number,
         file=files[0] if files else None,
         truth=true,
+        failure=failure,
     )
 
 

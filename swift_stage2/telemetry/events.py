@@ -174,25 +174,6 @@ class Evaluation(Event):
     ratios: Mapping[str, float]
 
 
-class EvaluationPost(Event):
-    """A request of an evaluation is over."""
-
-    kind: Literal["post"] = "post"
-    server: str
-    version: int
-    end: str
-    seconds: float
-    rows: tuple[int, ...]
-
-
-class EvaluationFailure(Event):
-    """A row that was given up in an evaluation, and why."""
-
-    kind: Literal["evaluation_failure"] = "evaluation_failure"
-    row: int
-    message: str
-
-
 class Warned(Event):
     """A warning as the user saw it."""
 
@@ -360,7 +341,7 @@ class Unused(Event):
 
 SampleEvent = Drawn | Sent | Finished | Cut | Matched | Packed | Returned | Trained | Quarantined | Unused
 AnyEvent = (
-    Start | Step | Losses | Round | FailedPosts | Metrics | Evaluation | EvaluationPost | EvaluationFailure
+    Start | Step | Losses | Round | FailedPosts | Metrics | Evaluation
     | Warned | RecordedCompletion | Advantages | Match | Checkpoint | End | Damaged | SampleEvent
 )  # fmt: skip
 EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])

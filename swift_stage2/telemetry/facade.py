@@ -30,7 +30,7 @@ from swift_stage2.telemetry.events import (
     Warned,
 )
 from swift_stage2.telemetry.metrics import PREFIX, Counters, Gather, merged
-from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder
+from swift_stage2.telemetry.recorders import PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
 from swift_stage2.telemetry.timing import ActivityClock, Trace
 
@@ -45,8 +45,8 @@ _UNANSWERED = {  # why, and what helps, by how an evaluation ended
 
 
 class Telemetry:
-    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``log``, ``trace``,
-    ``pipeline`` and ``evaluation``, which any thread may use."""
+    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``log``, ``trace`` and
+    ``pipeline``, which any thread may use."""
 
     def __init__(
         self,
@@ -80,7 +80,6 @@ class Telemetry:
         self.log = EventLog(event_path(run_dir, rank) if events else None)
         self._records = records
         self.pipeline = PipelineRecorder(self.counters, self.log, self.trace, records, kept_rows)
-        self.evaluation = EvaluationRecorder(self.log)
         self._board = TensorBoardSink(run_dir / "runs" if tensorboard and rank == 0 else None)
         self._say = say
         self._told_ns = self.clock.state_dict()  # by events of steps

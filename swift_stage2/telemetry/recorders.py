@@ -1,7 +1,4 @@
-"""Turns what channel B's pipeline and evaluations report into counters, gauges, events and spans.
-
-One recorder each, so that nothing of an evaluation reaches the account or the counters of what trains.
-"""
+"""Turns what channel B's pipeline reports into counters, gauges, events and spans."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import (
     Advantages,
     Cut,
-    EvaluationFailure,
-    EvaluationPost,
     FailedPosts,
     Match,
     Matched,
@@ -225,24 +220,3 @@ class PipelineRecorder:
             add(f"objects_dropped/{reason}", count)
         for term, value in quality.reward.items():
             add(REWARD + term, value)
-
-
-class EvaluationRecorder:
-    def __init__(self, log: EventLog) -> None:
-        self._log = log
-        self._versions: dict[SampleKey, int] = {}  # of the POST that is out with it
-
-    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
-        """A POST begins."""
-        self._versions.update(dict.fromkeys(keys, version))
-
-    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
-        """It is over; its ticket is still held."""
-        for key in keys:  # of one POST, so of one version
-            version = self._versions.pop(key)
-        rows = tuple(key.index for key in keys)
-        self._log.write(EvaluationPost(server=server, version=version, end=end, seconds=seconds, rows=rows))
-
-    def given_up(self, index: int, message: str) -> None:
-        """Row ``index`` of the validation set counts as failed."""
-        self._log.write(EvaluationFailure(row=index, message=message))
