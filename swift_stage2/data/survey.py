@@ -17,11 +17,11 @@ from pathlib import Path
 from swift_stage2.channel_b.answer_templates import PossibleTemplates, common_templates
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect, coordinates_of
 from swift_stage2.channel_b.targets import AnswerTemplate
-from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
+from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.data.files import Fault, Place, Rule, read_lines
 from swift_stage2.data.picture import look_at
 from swift_stage2.data.row_check import CheckedRow, check_line
-from swift_stage2.errors import DatasetError, UserError
+from swift_stage2.errors import DatasetError
 from swift_stage2.runtime.output import progress_bar, say
 from swift_stage2.runtime.parser import CommandParser
 
@@ -205,12 +205,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     files = [Path(name) for name in options.files]
     num_coordinates = coordinates_of(options.task, options.dialect)
-    if coordinates_of(options.task) not in (None, num_coordinates):
-        raise UserError(
-            f"--dialect must be one of task {options.task}",
-            got=f"dialect={options.dialect}",
-            remedy=f"name its task with --task, or leave it out for {SHIPPED_TASKS[options.task]}",
-        )
     total = sum(file.stat().st_size for file in files if file.is_file())
     with progress_bar(total, "rows") as move_to:
         findings = survey(
