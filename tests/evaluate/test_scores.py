@@ -10,7 +10,7 @@ from detection_sets import hand_made, random_data
 
 from swift_stage2.channel_b.matching import iou_matrix, match_objects
 from swift_stage2.config import MatchingConfig
-from swift_stage2.data.scores import RATIOS, THRESHOLDS, DetectionData, DetectionScores, ObjectArrays
+from swift_stage2.data.scores import RATIOS, THRESHOLDS, DetectionData, DetectionScores
 from swift_stage2.records import match_ratios
 
 CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)
@@ -109,30 +109,6 @@ def test_perfect_empty_and_absent_answers() -> None:
 
 
 ONE_CAR = ("car", (10, 10, 110, 110))
-
-
-def repeated(side: ObjectArrays, weights: np.ndarray) -> ObjectArrays:
-    """The objects of images written out as often as each weighs."""
-    sources = np.repeat(np.arange(len(weights)), weights)
-    places = [
-        (copy, place) for copy, image in enumerate(sources) for place in np.flatnonzero(side.images == image)
-    ]
-    chosen = np.array([place for _, place in places])
-    copies = np.array([copy for copy, _ in places])
-    return ObjectArrays(copies, side.labels[chosen], side.boxes[chosen], side.scores[chosen])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_image_that_weighs_two_is_one_that_is_there_twice(seed: int) -> None:
-    data = random_data(seed, num_images=12, num_classes=3, per_class=2.0)
-    weights = np.random.default_rng(seed).multinomial(12, [1 / 12] * 12)
-    assert weights.max() > 1
-    written_out = DetectionData(
-        12, data.classes, repeated(data.truth, weights), repeated(data.predicted, weights)
-    )
-    expected = DetectionScores(written_out).points()
-    for name, (value,) in DetectionScores(data)._weighted(weights[:, None]).items():
-        assert value == pytest.approx(expected.get(name, np.nan), nan_ok=True), name
 
 
 def found_or_not(found: np.ndarray) -> DetectionScores:
