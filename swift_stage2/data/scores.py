@@ -1,7 +1,7 @@
 """Every metric of one set of predictions, by name; of precision, recall and F1 also of images drawn again.
 
 Names are those of an evaluation during training (``eval/f1``); a part of the objects has its own in front of them:
-``class/LABEL/f1``, ``objects/2-3/recall``, ``size/small/precision``. AP, AR and error types are hotcoco's; precision,
+``class/LABEL/f1``, ``objects/2-3/recall``. AP, AR and error types are hotcoco's; precision,
 recall and F1 are counted here, of pairs of one class that are matched one to one as in training (``channel_b.matching``
 with ``same_label`` and its default costs). Pure.
 """
@@ -27,7 +27,6 @@ from swift_stage2.records import match_ratios
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """COCO's: 0.5, 0.55, … 0.95."""
-SIZES = ("small", "medium", "large")
 OBJECT_COUNTS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16-31": 16, "32 or more": 32}
 """Parts by the number of true objects in an image, and where each begins."""
 ERRORS = {
@@ -54,7 +53,6 @@ _COCO_NAMES = {
     "ARm": "ar_medium",
     "ARl": "ar_large",
 }
-_SMALL, _MEDIUM = 32.0**2, 96.0**2  # square pixels, as COCO has them
 _COSTS = MatchingConfig()
 _DRAWS_AT_ONCE = 50
 Numbers = NDArray[np.int64]
@@ -74,13 +72,6 @@ class ObjectArrays:
 
     def __len__(self) -> int:
         return len(self.images)
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """COCO's class of each box's area: 0 small, 1 medium, 2 large."""
-        areas = np.prod(self.boxes[:, 2:] - self.boxes[:, :2], axis=1)
-        sizes: NDArray[np.int64] = np.searchsorted([_SMALL, _MEDIUM], areas, side="right")
-        return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,7 @@ class DetectionScores:
     def __init__(self, data: DetectionData, answers: Mapping[str, Numbers] | None = None) -> None:
         self.data = data
         self._answers = dict(answers or {})
-        self.matched, self._pairs, self.num_matched = match_images(data)
+        self.matched, self._found, self.num_matched = match_images(data)
         self.parts, self._tallies, self._sums = self._count()
 
     def points(self) -> dict[str, float]:
@@ -176,7 +167,7 @@ class DetectionScores:
         }
 
     def counts(self, kind: str) -> dict[str, Counts]:
-        """By part of one kind (class, objects, size)."""
+        """By part of one kind (class, objects)."""
         found = zip(self.parts, self._totals(), strict=True)
         return {part.removeprefix(f"{kind}/"): total for part, total in found if part.startswith(f"{kind}/")}
 
@@ -238,9 +229,6 @@ class DetectionScores:
     def _count(self) -> tuple[list[str], list[csr_array], Reals]:
         """Names of the parts; predicted, true and matched objects per image, a column per part; sums of IoUs."""
         predicted, true = self.data.predicted, self.data.truth
-        of_predicted, of_true = self._pairs
-        sizes, true_sizes = predicted.sizes, true.sizes
-        sizes[of_predicted] = true_sizes[of_true]  # as COCO: a box that is matched is of its object's size
         numbers = np.bincount(true.images, minlength=self.data.num_images)
         by_number = np.searchsorted(list(OBJECT_COUNTS.values()), numbers, side="right") - 1
         # Of each kind: the names of its parts, and the number of the part that each object of a side is in.
@@ -248,7 +236,6 @@ class DetectionScores:
             "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
             "class": (self.data.classes, predicted.labels, true.labels),
             "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
-            "size": (SIZES, sizes, true_sizes),
         }
         parts: list[str] = []
         said, there = [], []
@@ -256,11 +243,11 @@ class DetectionScores:
             said.append(len(parts) + of_said)
             there.append(len(parts) + of_there)
             parts += [f"{kind}/{name}".removesuffix("/") for name in names]
-        matched = np.stack(there)[:, of_true]  # a pair counts where its true object does
+        matched = np.stack(there)[:, self._found]  # a pair counts where its true object does
         sides = (
             (predicted.images, np.stack(said)),
             (true.images, np.stack(there)),
-            (true.images[of_true], matched),
+            (true.images[self._found], matched),
         )
         tallies = [
             csr_array(
@@ -279,12 +266,12 @@ Pairs = tuple[tuple[int, int, float], ...]
 
 
 def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
-    """The pairs of one class at IoU 0.5 by image; the same by place of prediction and true object in ``data``, shape
-    (2, num_pairs); and how many pairs there are at each threshold."""
+    """The pairs of one class at IoU 0.5 by image, the true objects in them by their place in ``data``, and how many
+    pairs there are at each threshold."""
     most = _COSTS.unmatched_prediction_cost + _COSTS.unmatched_ground_truth_cost - 1
     sides, ends = (data.predicted, data.truth), np.arange(data.num_images + 1)
     begins = np.stack([np.searchsorted(side.images, ends) for side in sides])
-    matched, places, numbers = list[Pairs](), list[Numbers](), np.zeros(len(THRESHOLDS), dtype=np.int64)
+    matched, found, numbers = list[Pairs](), list[int](), np.zeros(len(THRESHOLDS), dtype=np.int64)
     for image in range(data.num_images):
         said, true = (slice(*each[image : image + 2]) for each in begins)
         ious = iou_matrix(data.predicted.boxes[said], data.truth.boxes[true])
@@ -294,9 +281,9 @@ def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
             rows, columns = np.nonzero(ious >= least)
             pairs.append(assign(rows, columns, most + ious[rows, columns]))
         matched.append(tuple((one, other, float(ious[one, other])) for one, other in pairs[0]))
-        places.append(np.array(pairs[0], dtype=np.int64).reshape(-1, 2).T + begins[:, [image]])
+        found += [int(begins[1, image]) + other for _, other in pairs[0]]
         numbers += list(map(len, pairs))
-    return matched, np.hstack([np.empty((2, 0), dtype=np.int64), *places]), numbers
+    return matched, np.array(found, dtype=np.int64), numbers
 
 
 def _corner_and_size(side: ObjectArrays) -> Reals:

@@ -193,7 +193,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="swift-stage2 evaluate",
         description="Standard detection metrics: COCO's AP and AR, precision, recall and F1 with 95 % intervals, by "
-        "class, number and size of objects, and TIDE's error types. Compares two sets of predictions image by image.",
+        "class and number of objects, and TIDE's error types. Compares two sets of predictions image by image.",
         exit_statuses="0 every row has a prediction; 1 some have none",
     )
     add = parser.add_argument

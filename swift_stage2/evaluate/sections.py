@@ -46,7 +46,6 @@ _RATIOS = ("precision", "recall", "f1", "mean_iou")
 _KINDS = {
     "class": "By class",
     "objects": "By number of objects in the image",
-    "size": "By size of the object",
 }
 _MOST_PARTS, _MOST_PICTURES = 200, 50
 
@@ -83,7 +82,7 @@ def evaluation_sections(
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
         Section("scores", "Scores", (headline(large), *remarks, table)),
-        Section("parts", "By class, number and size of objects", tuple(parts)),
+        Section("parts", "By class and number of objects", tuple(parts)),
         Section("errors", "Errors by type", (Sentence(told), error_table)),
         Section("gallery", "Worst images", (gallery,)),
     )

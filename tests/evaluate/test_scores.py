@@ -78,7 +78,7 @@ def test_every_kind_of_error_is_told_by_its_type() -> None:
     assert errors["Miss"]["lost_ap50"] > 0
 
 
-def test_parts_by_class_number_and_size_add_up() -> None:
+def test_parts_by_class_and_number_add_up() -> None:
     truth = [[], [("car", CAR)], [("car", CAR), ("dog", (0, 0, 32, 31))]]
     predicted = [[("car", CAR)], [("car", CAR)], [("dog", (0, 0, 32, 40))]]
     found = DetectionScores(hand_made(truth, predicted)).points()
@@ -88,9 +88,6 @@ def test_parts_by_class_number_and_size_add_up() -> None:
     assert "objects/0/recall" not in found
     assert found["objects/1/f1"] == 1.0
     assert found["objects/2-3/recall"] == 0.5
-    assert found["size/small/f1"] == 1.0  # the box is medium, its true object small
-    assert found["size/large/recall"] == 0.5
-    assert "size/medium/precision" not in found
 
 
 def test_perfect_empty_and_absent_answers() -> None:
