@@ -16,8 +16,7 @@ from benchmarks.servers import write_job
 from swift_stage2.config import Mode, Objective
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, write_scenes
 from swift_stage2.telemetry.event_log import RankEvents, event_path, read_events
 
 GRPO_CLOCK = "stage2_grpo_clock"

@@ -28,8 +28,7 @@ from benchmarks.processes import (
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import DemoJob, write_config
-from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, num_train_samples, write_scenes
 from swift_stage2.errors import ChildFailed
 from swift_stage2.runtime.network import free_ports
 

@@ -28,7 +28,7 @@ from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.config import MatchingConfig
 from swift_stage2.demo.demo_config import STAGE1
-from swift_stage2.demo.grounding_dataset import answer_text
+from swift_stage2.demo.scenes import answer_text
 from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 

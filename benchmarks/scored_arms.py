@@ -13,8 +13,7 @@ from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.processes import DEADLINE_PER_STEP_S, START_DEADLINE_S, Processes
 from benchmarks.results import ResultTable, say
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, write_config
-from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, num_train_samples, write_scenes
 from swift_stage2.runtime.network import free_ports
 
 _NUM_HELD_OUT = 512

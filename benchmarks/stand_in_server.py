@@ -33,8 +33,7 @@ from fastapi import Request
 from benchmarks.crowds import Objects, half_right_answer
 from swift_stage2 import wire
 from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.demo.grounding_dataset import answer_text
-from swift_stage2.demo.scenes import IMAGE_SIZE
+from swift_stage2.demo.scenes import IMAGE_SIZE, answer_text
 from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server import routes

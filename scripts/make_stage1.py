@@ -31,8 +31,15 @@ from benchmarks.tiny_model import (
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.data.prediction import Prediction, in_pixels
 from swift_stage2.data.scores import DetectionScores, detection_data
-from swift_stage2.demo.grounding_dataset import answer_text, grounding_row
-from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
+from swift_stage2.demo.scenes import (
+    Scene,
+    SceneKind,
+    Split,
+    answer_text,
+    grounding_row,
+    make_scene,
+    scene_seed,
+)
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
 
 BATCH_SIZE = 32

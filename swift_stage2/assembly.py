@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,8 +145,6 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
         telemetry.record_start,
         run_id=run_id,
         step=given.first_step,
-        seed=given.seed,
-        decoding=asdict(config.rollout.decoding) if config.b_enabled else {},
         config=settings,
         surroundings=surroundings(next(given.module.parameters()).device),
         version_window=channel.prefetch.version_window,

@@ -35,7 +35,7 @@ _OWN_PARSER = {
     "doctor": ("checks.doctor", "check everything that can be known before training"),
     "import": ("data.import_command", "turn a COCO, YOLO or VOC data set into rows"),
     "export": ("data.export_command", "turn predictions or rows into COCO's JSON"),
-    "data": ("data.check_command", "check every row of a data set, without a model"),
+    "data": ("data.survey", "check every row of a data set, without a model"),
     "evaluate": ("evaluate.command", "detection metrics of a model, a running server or predictions"),
     "report": ("report.command", "tell how a run went, on one page: speed, quality, what was lost"),
     "rollouts": ("report.rollouts_command", "print finished rollouts, also while the run goes on"),

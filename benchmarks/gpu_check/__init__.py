@@ -4,7 +4,7 @@
     stage          all stages in order, what one is given, and the page of what they found
     stage_process  one stage's process: started and followed, and what runs in it
     wheels         the folder of packages that such a machine lacks: collected here, installed there
-    device  real_shapes  transfers  training  nccl_rollout
+    device  real_shapes  training  nccl_rollout
                    the stages themselves, with what they measure by
 
 Every stage has a rehearsal on CPU with tiny shapes (``--rehearse``), which the tests run.

@@ -18,8 +18,7 @@ from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.config import MatchingConfig
 from swift_stage2.demo.demo_config import STAGE1
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import SampleKey

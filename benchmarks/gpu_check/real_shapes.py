@@ -1,4 +1,4 @@
-"""Random weights at the real shapes of Qwen-VL, and stages *real-shapes* and *round-memory*, which use them.
+"""Random weights at the real shapes of Qwen-VL, and stage *round-memory*, which uses them.
 
 Models are made on the device, with the demo's tiny tokenizer and processor. The numbers are those of the published
 ``config.json`` files; nothing is looked up. A lack of memory must cost only the round.
@@ -20,7 +20,6 @@ from benchmarks.gpu_check.device import free_memory, peak_gib, timed
 from benchmarks.gpu_check.stage import CheckFailed, Context
 from benchmarks.tiny_model import (
     IMAGE_TOKEN_ID,
-    VIDEO_TOKEN_ID,
     build_model,
     build_processor,
     build_tokenizer,
@@ -97,29 +96,6 @@ def make_model(shape: ModelShape, context: Context) -> Any:
         )
 
 
-def make_qwen3_vl(context: Context) -> Any:
-    """A random Qwen3-VL-4B with 2 of its 36 layers and 2 of its 24 vision blocks; tiny in the rehearsal."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    sizes = (64, 128, 4, 32, 2048) if context.rehearsal else (2560, 9728, 32, 128, 151_936)
-    hidden, intermediate, num_heads, head_dim, vocab_size = sizes
-    rope = {"rope_type": "default", "mrope_interleaved": True, "rope_theta": 5e6,
-            "mrope_section": [4, 6, 6] if context.rehearsal else [24, 20, 20]}  # fmt: skip
-    text = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": num_heads,
-            "num_key_value_heads": num_heads // 4, "head_dim": head_dim, "num_hidden_layers": 2,
-            "vocab_size": vocab_size, "rope_parameters": rope}  # fmt: skip
-    vision = {"depth": 2, "deepstack_visual_indexes": [0, 1], "out_hidden_size": hidden}
-    if context.rehearsal:
-        vision |= {"hidden_size": 64, "num_heads": 2, "intermediate_size": 128}
-    config = Qwen3VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True,
-        image_token_id=IMAGE_TOKEN_ID, video_token_id=VIDEO_TOKEN_ID,
-        vision_start_token_id=3, vision_end_token_id=4,
-    )  # fmt: skip
-    with made_on(context.device, context.dtype):
-        return Qwen3VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
-
-
 def image_batch(model: Any, context: Context) -> dict[str, torch.Tensor]:
     """One row: an image of noise in 16 tokens, and some text; labels are the text."""
     vision = model.config.vision_config
@@ -155,50 +131,6 @@ _BUCKET_BYTES = 512 << 20
 _GIB = 1 << 30
 _BALLAST_BYTES = 1 << 20
 _MOST_BALLAST = 4096
-
-
-def shapes(context: Context) -> None:
-    """Raises ``CheckFailed`` where a loss or a gradient is not finite."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    note, device = context.note, context.device
-    directory, seconds = timed(device, lambda: checkpoint(QWEN25_VL_3B, context))
-    note("make_and_save_s", seconds)
-    free_memory(device)
-    model, seconds = timed(
-        device,
-        lambda: Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            directory, dtype=getattr(torch, context.dtype), device_map=device
-        ),
-    )
-    note("load_s", seconds)
-    _forward_and_backward(context, "qwen2_5_vl", model)
-    del model
-    free_memory(device)
-    qwen3, seconds = timed(device, lambda: make_qwen3_vl(context))
-    note("qwen3_vl_make_s", seconds)
-    _forward_and_backward(context, "qwen3_vl", qwen3)
-
-
-def _forward_and_backward(context: Context, name: str, model: Any) -> None:
-    note, device = context.note, context.device
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    note(f"{name}_weights_gib", weights / _GIB)
-    batch = image_batch(model, context)
-
-    def step() -> float:
-        model.zero_grad(set_to_none=True)
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        return float(loss.detach())
-
-    step()  # the first one also loads kernels
-    loss, seconds = timed(device, step)
-    note(f"{name}_forward_backward_s", seconds)
-    note(f"{name}_peak_gib", peak_gib(device))
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    if not (0 < loss < 100 and 0 < norm < float("inf")):
-        raise CheckFailed(f"{name}: loss and gradient must be finite and above zero, got {loss=} {norm=}")
 
 
 def round_memory(context: Context) -> None:

@@ -26,8 +26,7 @@ from benchmarks.servers import BenchServer, BenchServers, write_job
 from swift_stage2.config import Mode, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, server_entry
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.launch.job import last_cause
 from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
@@ -181,8 +180,7 @@ def attention_options() -> dict[str, str]:
 
 def _look(context: Context, job: DemoJob) -> None:
     """Notes how far the learner is, and the most that was in use of the device."""
-    path = event_path(job.run_dir, 0)
-    kinds = {event.kind for event in read_events(path)} if path.exists() else set()
+    kinds = {event.kind for event in read_events(event_path(job.run_dir, 0))}
     for kind, part in _PARTS.items():
         if kind in kinds:
             context.at(part)
@@ -210,8 +208,7 @@ def await_end(
 
 def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
     """A rank's whole events so far."""
-    path = event_path(job.run_dir, rank)
-    events = read_events(path) if path.exists() else []
+    events = read_events(event_path(job.run_dir, rank))
     return [event.model_dump(mode="json") for event in events if event.kind == kind]
 
 

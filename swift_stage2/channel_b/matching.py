@@ -147,11 +147,6 @@ def iou_matrix(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.
     return _ious(predicted, true)
 
 
-def paired_ious(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.float64]:
-    """The same of each predicted box and the true box at its place, shape (num_pairs,)."""
-    return _ious(_check_boxes("predicted_boxes", predicted_boxes).T, _check_boxes("true_boxes", true_boxes).T)
-
-
 def _ious(predicted: NDArray[np.float64], true: NDArray[np.float64]) -> NDArray[np.float64]:
     width = np.minimum(predicted[2], true[2]) - np.maximum(predicted[0], true[0])
     height = np.minimum(predicted[3], true[3]) - np.maximum(predicted[1], true[1])

@@ -27,8 +27,7 @@ from swift_stage2.checks.servers import (
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.data.fault import Rule
-from swift_stage2.data.files import local_files
+from swift_stage2.data.files import Rule, local_files
 from swift_stage2.data.survey import Findings, survey
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.runtime.checkpoints import check_world_size

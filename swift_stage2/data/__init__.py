@@ -1,10 +1,10 @@
 """Data sets and predictions: rows checked, turned from and into other formats, and detections measured.
 
-fault, files, labels, picture    what is wrong with a row and where, whose files, how labels are spelt, stored images
-row_check, survey, check_command one row against every rule; all rows of all files; ``swift-stage2 data check``
-sources, import_report           what formats share; each issue of a source: how often, and what became of it
+files, picture                   whose files, and what is wrong with a line; stored images
+row_check, survey                one row against every rule; all rows of all files: ``swift-stage2 data check``
+sources                          what formats share: issues and how often, spelling of labels, pictures, numbers
 coco_file, yolo_folder, voc_folder   the three formats in
-rows, import_command             boxes on the picture that is there, prompts and answers; ``swift-stage2 import``
+import_command                   boxes on the picture that is there, prompts, answers: ``swift-stage2 import``
 export_command                   rows or predictions as COCO's JSON
 prediction, scores               rows with their truth, and predictions beside them; every metric of one set
 recorded                         what an evaluation during training leaves in RUN_DIR/evaluations

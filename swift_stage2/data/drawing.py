@@ -48,14 +48,12 @@ class Drawing:
     """Prediction, truth, IoU or closeness."""
 
 
-def gallery_image(
-    drawing: Drawing, path: str, size: tuple[int, int], similarity: str = "IoU"
-) -> tuple[str, str]:
-    """A data URI and nothing, or nothing and why the image cannot be read; ``size`` is what places are measured in."""
+def gallery_image(drawing: Drawing, path: str, space: tuple[int, int] | None = None) -> tuple[str, str]:
+    """A data URI and nothing, or nothing and why the image cannot be read; ``space`` as ``draw`` takes it."""
     if not path:
         return "", "the image has no path"
     try:
-        canvas = draw(drawing, path, size, similarity)
+        canvas = draw(drawing, path, space)
     except SampleError as reason:
         return "", str(reason)
     except Exception as error:  # decoders of damaged files raise anything
@@ -65,18 +63,19 @@ def gallery_image(
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}", ""
 
 
-def draw(drawing: Drawing, path: str, size: tuple[int, int], similarity: str) -> Image.Image:
-    """The picture with a legend. ``size``: width and height that places are measured in; ``similarity``: of pairs.
+def draw(drawing: Drawing, path: str, space: tuple[int, int] | None = None) -> Image.Image:
+    """The picture: true objects blue, or orange if missed; predicted ones green with their closeness, or pink if false.
+
+    ``space``: width and height that places are measured in; None is the stored image's own.
 
     Raises:
         SampleError, OSError and whatever else decoders raise: the image cannot be read.
     """
-    picture = _opened(path)
+    picture, size = _opened(path)
+    width, height = space or size
     if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    canvas = Image.new("RGB", (max(picture.width, _LEAST_SIDE), picture.height + 2 * _LINE_PIXELS), "white")
-    canvas.paste(picture)
-    pen = _Pen(ImageDraw.Draw(canvas), (picture.width / size[0], picture.height / size[1]), picture.size)
+    pen = _Pen(ImageDraw.Draw(picture), (picture.width / width, picture.height / height), picture.size)
     close = {prediction: value for prediction, _, value in drawing.pairs}
     found = {truth for _, truth, _ in drawing.pairs}
     for number, (label, place) in enumerate(drawing.truth):
@@ -84,30 +83,22 @@ def draw(drawing: Drawing, path: str, size: tuple[int, int], similarity: str) ->
     for number, (label, place) in enumerate(drawing.predicted):
         text = f"{_cut(label)} {close[number]:.2f}" if number in close else _cut(label)
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
-    num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
-    pen.legend(
-        f"mean {similarity} {mean:.2f}" if num_pairs else "",
-        (
-            (f"{num_pairs} matched", _MATCHED),
-            (f"{len(drawing.predicted) - num_pairs} false", _FALSE),
-            (f"{len(drawing.truth) - num_pairs} missed", _MISSED),
-            ("truth, matched", _TRUTH),
-        ),
-    )
-    return canvas
+    pen.write_labels()
+    return picture
 
 
-def _opened(path: str) -> Image.Image:
-    """The image in RGB, of at most ``_SIDE`` pixels a side."""
+def _opened(path: str) -> tuple[Image.Image, tuple[int, int]]:
+    """The image in RGB, of at most ``_SIDE`` pixels a side, and its stored size."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         with Image.open(io.BytesIO(content_of(path)), formats=FORMATS) as opened:
             if opened.width * opened.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
                 raise SampleError(f"the image has too many pixels: {opened.width} × {opened.height}")
+            size = opened.size
             opened.draft("RGB", (_SIDE, _SIDE))
             small = opened.convert("RGB")
     small.thumbnail((_SIDE, _SIDE))
-    return small
+    return small, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +106,8 @@ class _Pen:
     canvas: ImageDraw.ImageDraw
     scale: tuple[float, float]
     size: tuple[int, int]
-    """Of the picture; the legend is below it."""
     labels: list[tuple[float, float, str, str]] = field(default_factory=list)
-    """x, y, text and colour; written last, so that no line crosses them."""
+    """x, y, text and colour."""
 
     def mark(self, place: Sequence[float], label: str, colour: str, *, is_true: bool) -> None:
         """A box or a point. Labels of predictions stand above it, those of the truth below, both inside the picture."""
@@ -142,19 +132,14 @@ class _Pen:
             above = y2 if is_true or len(corners) == 2 else y1
         self.labels.append((x1, above, label, colour))
 
-    def legend(self, caption: str, words: Sequence[tuple[str, str]]) -> None:
-        """Writes the labels, and two lines below the picture."""
+    def write_labels(self) -> None:
+        """Last, so that no line crosses them."""
         for x, y, label, colour in self.labels:
             width = self.canvas.textlength(label, _font(label)) + 4
             x = min(max(x, 0.0), max(0.0, self.size[0] - width))
             y = min(max(y, 0.0), max(0.0, self.size[1] - _LINE_PIXELS))
             self.canvas.rectangle((x, y, x + width, y + _LINE_PIXELS - 2), fill=colour)
             self.canvas.text((x + 2, y), label, "white", _font(label))
-        x, y = 4.0, self.size[1] + 1
-        self.canvas.text((x, y), caption, "black", _font(caption))
-        for text, colour in words:
-            self.canvas.text((x, y + _LINE_PIXELS), text, colour, _font(text))
-            x += self.canvas.textlength(text, _font(text)) + 8
 
 
 def _cut(label: str) -> str:

@@ -49,17 +49,14 @@ def coco_of(path: Path, folder: Path | None) -> dict[str, list[dict[str, Any]]]:
 
     Raises:
         DatasetError: a line is no prediction or row.
-        UserError: no image lies in the folder.
     """
     images: dict[str, dict[str, Any]] = {}
     categories: dict[str, int] = {}
     annotations: list[dict[str, Any]] = []
-    is_within = False
     for number, line in numbered_lines(path, "PREDICTIONS"):
         where = f"{path}:{number}"
         found = _as_prediction(line, where) if _is_row(line) else read_prediction(line, where)
-        inside = found.image if folder is None else _relative(found.image, folder)
-        is_within, name = is_within or inside is not None, found.image if inside is None else inside
+        name = found.image if folder is None else _relative(found.image, folder)
         size = {"width": found.width, "height": found.height}
         image = images.setdefault(name, {"id": len(images) + 1, "file_name": name, **size})
         scores = found.scores or (None,) * len(found.objects.ref)
@@ -71,23 +68,17 @@ def coco_of(path: Path, folder: Path | None) -> dict[str, list[dict[str, Any]]]:
             annotations.append({**ids, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, **more})
     if not images:
         raise DatasetError("PREDICTIONS must hold lines", got=f"none in {path}", remedy="name another file")
-    if not is_within:
-        raise UserError(
-            "--images must be a folder that images lie in",
-            got=f"{folder}, and the first of others is {next(iter(images))}",
-            remedy="name the folder that import was given",
-        )
     named = [{"id": key, "name": label} for label, key in categories.items()]
     return {"images": list(images.values()), "categories": named, "annotations": annotations}
 
 
-def _relative(path: str, folder: Path) -> str | None:
-    """None where it does not lie in ``folder``."""
+def _relative(path: str, folder: Path) -> str:
+    """As it is where it does not lie in ``folder``."""
     prefix = os.path.join(folder, "")
     if path.startswith(prefix):  # whatever follows is the name, as its source spelt it
         return path[len(prefix) :]
     name = os.path.relpath(path, folder)
-    return None if name.startswith(os.pardir) else name
+    return path if name.startswith(os.pardir) else name
 
 
 def _is_row(line: str) -> bool:

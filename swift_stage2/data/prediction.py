@@ -36,7 +36,6 @@ FAILED = "failed"
 """``finish_reason`` of a row that brought no answer."""
 TRUNCATED = "length"
 _DECIMALS = 2
-_MOST_LOOKED_AT = 256  # images: a wrong size is wrong in most lines, and a network's disk is slow
 _Side = Annotated[int, Field(ge=1)]
 _Coordinate = Annotated[FiniteFloat, Field(ge=-MAX_COORDINATE, le=MAX_COORDINATE)]
 _PixelBox = tuple[_Coordinate, _Coordinate, _Coordinate, _Coordinate]
@@ -149,13 +148,6 @@ def read_row(line: str, number: int, where: str) -> TrueRow:
         objects = row.get("objects") or {}
         if (units := objects.get("bbox_type", "real")) != "real":
             raise SampleError("boxes must be in pixels of the stored image", got=f"bbox_type={units!r}")
-        if points := [box for box in objects.get("bbox") or () if isinstance(box, list) and len(box) == 2]:
-            raise SampleError(
-                "evaluate measures boxes",
-                got=f"the point bbox={points[0]}",
-                remedy="a run tells precision, recall, F1 and "
-                "mean distance of points: set stage2_ab.evaluation.every_steps",
-            )
         truth = read_ground_truth(row)
         "".join((image, *truth.labels)).encode()  # half of a surrogate pair is no text
         return TrueRow(number, image, truth, row)
@@ -207,25 +199,28 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
             scored.add(prediction.scores is not None)
     if len(scored) > 1:
         raise DatasetError(f"{path}: all lines must have scores, or none", remedy="write them alike")
-    step = -(-len(places) // _MOST_LOOKED_AT) or 1
-    for row_number in list(places)[::step]:
-        _refuse_other_size(found[row_number], f"{path}:{places[row_number]}")
+    for row_number, number in places.items():  # one tells: a wrong size is wrong in most lines
+        if _is_of_image_size(found[row_number], f"{path}:{number}"):
+            break
     return found
 
 
-def _refuse_other_size(prediction: Prediction | None, place: str) -> None:
-    """An image that is not here, and a row whose answer failed, tell nothing."""
+def _is_of_image_size(prediction: Prediction | None, place: str) -> bool:
+    """False where nothing tells: the image is not here, or its row's answer failed. Raises DatasetError: it is not."""
     if prediction is None or prediction.finish_reason == FAILED:
-        return
-    with suppress(*UNREADABLE):
+        return False
+    try:
         picture = look_at(prediction.image)
-        if (prediction.width, prediction.height) != (picture.width, picture.height):
-            raise DatasetError(
-                f"{place}: width and height must be those of the stored image",
-                got=f"{prediction.width} x "
-                f"{prediction.height} for {prediction.image}, which has {picture.width} x {picture.height}",
-                remedy="write boxes in its pixels, and its size",
-            )
+    except UNREADABLE:
+        return False
+    if (prediction.width, prediction.height) != (picture.width, picture.height):
+        raise DatasetError(
+            f"{place}: width and height must be those of the stored image",
+            got=f"{prediction.width} x {prediction.height} for {prediction.image}, which has {picture.width} x "
+            f"{picture.height}",
+            remedy="write boxes in its pixels, and its size",
+        )
+    return True
 
 
 def answer_dialect(rows: Sequence[TrueRow]) -> Dialect:
@@ -239,13 +234,15 @@ def answer_dialect(rows: Sequence[TrueRow]) -> Dialect:
     return OBJECT_LIST
 
 
+def as_line(prediction: Prediction, **more: object) -> str:
+    """As it stands in a file, without a line's end; ``more`` are other keys."""
+    known = {name: value for name, value in asdict(prediction).items() if value is not None}
+    return json.dumps(known | more)
+
+
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     """Raises UserError: the file cannot be written."""
-    lines = [
-        json.dumps({name: value for name, value in asdict(each).items() if value is not None}) + "\n"
-        for each in predictions
-    ]
-    write_file(path, "".join(lines))
+    write_file(path, "".join(as_line(each) + "\n" for each in predictions))
 
 
 def check_folder(folder: Path) -> None:

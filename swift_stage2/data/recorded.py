@@ -1,18 +1,18 @@
 """Rows that evaluations during training leave: RUN_DIR/evaluations/step<due step>.v<version>.jsonl, one file each.
 
 A line is one of a file of predictions, with ``row`` (its number in the validation set), ``file`` (the image's absolute
-path), ``truth`` in the same pixels, and the evaluation's ``due_step``, ``step`` (at which it began) and ``version``.
+path), ``truth`` in the same pixels, ``failure`` of a row that was given up, and the evaluation's ``due_step``, ``step``
+(at which it began) and ``version``.
 Rank 0 writes a file whole, beside training, once all ranks have ended; the event log says which evaluations count.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from swift_stage2.data.prediction import (
     LabelledBoxes,
     Prediction,
     answer_flags,
+    as_line,
     as_text,
     in_pixels,
 )
@@ -52,6 +53,8 @@ class RecordedRow(Prediction):
     row: int
     file: str | None = None
     truth: LabelledBoxes | None = None
+    failure: str | None = None
+    """Why it was given up."""
 
 
 _FORM = TypeAdapter(RecordedRow)
@@ -62,8 +65,9 @@ def recorded_row(
     row: Mapping[str, Any],
     truth: Any,
     answer: tuple[Rollout, ScoredRollout] | None = None,
+    failure: str | None = None,
 ) -> RecordedRow:
-    """Row ``number`` of the validation set with its ``truth``, as the task read it; no ``answer``: it has failed.
+    """Row ``number`` of the validation set with its ``truth``, as the task read it; without an ``answer`` why not.
 
     Looks at the header of the row's first image. A row without an image file has the template's space for its size.
     """
@@ -98,6 +102,7 @@ def recorded_row(
         row=number,
         file=files[0] if files else None,
         truth=true,
+        failure=failure,
     )
 
 
@@ -106,18 +111,6 @@ def _in_row_pixels(row: Mapping[str, Any], truth: TrueObjects, size: tuple[int, 
     factors = size if is_share else (1, 1)
     boxes = (tuple(value * factors[axis % 2] for axis, value in enumerate(box)) for box in truth.boxes)
     return TrueObjects(truth.labels, tuple(boxes))
-
-
-def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> str:
-    """One row as JSON, without a line's end; with its evaluation as it stands in a file."""
-    known = {name: value for name, value in asdict(row).items() if value is not None}
-    if evaluation is not None:
-        known |= {
-            "due_step": evaluation.due_step,
-            "step": evaluation.begun_step,
-            "version": evaluation.version,
-        }
-    return json.dumps(known)
 
 
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
@@ -189,7 +182,12 @@ class EvaluationKeeper:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         path = evaluation_file(self._directory, evaluation.due_step, evaluation.version)
-        write_whole(path, "".join(as_line(row, evaluation) + "\n" for row in rows), is_private=True)
+        facts = {
+            "due_step": evaluation.due_step,
+            "step": evaluation.begun_step,
+            "version": evaluation.version,
+        }
+        write_whole(path, "".join(as_line(row, **facts) + "\n" for row in rows), is_private=True)
 
 
 def evaluations_directory(run_dir: Path) -> Path:

@@ -16,9 +16,9 @@ from typing import Any
 from swift_stage2.channel_b.answer_templates import PossibleTemplates, fill_placeholders, possible_templates
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_ground_truth
-from swift_stage2.data.fault import Fault, Place, Rule
-from swift_stage2.data.labels import has_special_token, spell_label
+from swift_stage2.data.files import Fault, Place, Rule
 from swift_stage2.data.picture import PLAIN_MODES, TURN, UNREADABLE, StoredPicture, images_of, path_of
+from swift_stage2.data.sources import has_special_token, spell_label
 from swift_stage2.errors import SampleError
 from swift_stage2.records import Coordinates
 

@@ -1,13 +1,14 @@
 """Every metric of one set of predictions, by name; of precision, recall and F1 also of images drawn again.
 
 Names are those of an evaluation during training (``eval/f1``); a part of the objects has its own in front of them:
-``class/LABEL/f1``, ``objects/2-3/recall``, ``size/small/precision``. AP, AR and error types are hotcoco's; precision,
+``class/LABEL/f1``, ``objects/2-3/recall``. AP, AR and error types are hotcoco's; precision,
 recall and F1 are counted here, of pairs of one class that are matched one to one as in training (``channel_b.matching``
 with ``same_label`` and its default costs). Pure.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from swift_stage2.channel_b.matching import assign, paired_ious
+from swift_stage2.channel_b.matching import assign, iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config import MatchingConfig
 from swift_stage2.data.prediction import Prediction
@@ -26,7 +27,6 @@ from swift_stage2.records import match_ratios
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """COCO's: 0.5, 0.55, … 0.95."""
-SIZES = ("small", "medium", "large")
 OBJECT_COUNTS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16-31": 16, "32 or more": 32}
 """Parts by the number of true objects in an image, and where each begins."""
 ERRORS = {
@@ -53,7 +53,6 @@ _COCO_NAMES = {
     "ARm": "ar_medium",
     "ARl": "ar_large",
 }
-_SMALL, _MEDIUM = 32.0**2, 96.0**2  # square pixels, as COCO has them
 _COSTS = MatchingConfig()
 _DRAWS_AT_ONCE = 50
 Numbers = NDArray[np.int64]
@@ -74,13 +73,6 @@ class ObjectArrays:
     def __len__(self) -> int:
         return len(self.images)
 
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """COCO's class of each box's area: 0 small, 1 medium, 2 large."""
-        areas = np.prod(self.boxes[:, 2:] - self.boxes[:, :2], axis=1)
-        sizes: NDArray[np.int64] = np.searchsorted([_SMALL, _MEDIUM], areas, side="right")
-        return sizes
-
 
 @dataclass(frozen=True, slots=True)
 class DetectionData:
@@ -92,36 +84,31 @@ class DetectionData:
     predicted: ObjectArrays
 
 
+_Side = Sequence[tuple[Sequence[str], Sequence[Sequence[float]], Sequence[float] | None]]
+"""Per image its labels, boxes and scores."""
+
+
 def detection_data(truths: Sequence[TrueObjects], predictions: Sequence[Prediction | None]) -> DetectionData:
     """Truth and prediction of each row; one without a prediction has predicted nothing. Without scores all are 1."""
-    found = [
-        (each.objects.ref, each.objects.bbox, each.scores) if each else ((), (), ()) for each in predictions
+    true: _Side = [(each.labels, each.boxes, None) for each in truths]
+    said: _Side = [
+        (each.objects.ref, each.objects.bbox, each.scores) if each else ((), (), None) for each in predictions
     ]
-    said = [[label.strip() for label in labels] for labels, _, _ in found]
     classes = tuple(
-        sorted({label for labels in (*said, *(each.labels for each in truths)) for label in labels})
+        sorted({label.strip() for side in (true, said) for labels, _, _ in side for label in labels})
     )
     numbers = {label: number for number, label in enumerate(classes)}
+    return DetectionData(len(truths), classes, _arrays(true, numbers), _arrays(said, numbers))
 
-    def arrays(
-        labels: Sequence[Sequence[str]],
-        boxes: Sequence[Sequence[Sequence[float]]],
-        scores: Sequence[Sequence[float]],
-    ) -> ObjectArrays:
-        return ObjectArrays(
-            np.repeat(np.arange(len(boxes)), [len(each) for each in boxes]),
-            np.array([numbers[label] for each in labels for label in each], dtype=np.int64),
-            np.array([box for each in boxes for box in each], dtype=np.float64).reshape(-1, 4),
-            np.array([score for each in scores for score in each], dtype=np.float64),
-        )
 
-    given = [[1.0] * len(boxes) if scores is None else scores for _, boxes, scores in found]
-    truth = arrays(
-        [each.labels for each in truths],
-        [each.boxes for each in truths],
-        [[1.0] * len(each) for each in truths],
+def _arrays(side: _Side, numbers: Mapping[str, int]) -> ObjectArrays:
+    weights = [[1.0] * len(boxes) if scores is None else scores for _, boxes, scores in side]
+    return ObjectArrays(
+        np.repeat(np.arange(len(side)), [len(boxes) for _, boxes, _ in side]),
+        np.array([numbers[label.strip()] for labels, _, _ in side for label in labels], dtype=np.int64),
+        np.array([box for _, boxes, _ in side for box in boxes], dtype=np.float64).reshape(-1, 4),
+        np.array([score for scores in weights for score in scores], dtype=np.float64),
     )
-    return DetectionData(len(truths), classes, truth, arrays(said, [boxes for _, boxes, _ in found], given))
 
 
 class Counts(NamedTuple):
@@ -139,23 +126,13 @@ class Bounds(NamedTuple):
     high: float
 
 
-class Overlaps(NamedTuple):
-    """Pairs of one image and class with an IoU of at least the lowest threshold, sorted by prediction, then truth."""
-
-    predicted: Numbers
-    true: Numbers
-    ious: Reals
-    images: Numbers
-
-
 class DetectionScores:
     """The metrics of ``data``; ``answers`` are shares of answers by name, as 0 or 1 per image."""
 
     def __init__(self, data: DetectionData, answers: Mapping[str, Numbers] | None = None) -> None:
         self.data = data
         self._answers = dict(answers or {})
-        self.overlaps = find_overlaps(data)
-        self.pairs = match_one_to_one(self.overlaps)
+        self.matched, self._found, self.num_matched = match_images(data)
         self.parts, self._tallies, self._sums = self._count()
 
     def points(self) -> dict[str, float]:
@@ -169,17 +146,18 @@ class DetectionScores:
                 sum_iou=sum_iou,
             )
             values |= {f"{part}/{name}": value for name, value in ratios.items()}
-        mean_matched = sum(map(len, self.pairs)) / len(THRESHOLDS)
         for name in RATIOS:
             if (matched := values.get(f"eval/{name}")) is not None:  # no threshold changes what is divided by
-                share = mean_matched / len(self.pairs[0]) if matched else 0.0
+                share = self.num_matched.mean() / self.num_matched[0] if matched else 0.0
                 values[f"eval/{name}_50_95"] = matched * share
         values |= {f"eval/{name}": float(flags.mean()) for name, flags in self._answers.items()}
         found = self._coco.slice_by({})["_overall"]
         values |= {
             f"eval/{ours}": found[theirs] for theirs, ours in _COCO_NAMES.items() if found[theirs] >= 0
         }
-        return values | self._class_precisions()
+        curves: Any = (self._coco.eval or {})["precision"][:, :, :, 0, -1]  # by threshold, recall and class
+        precisions = zip(self.data.classes, curves.mean(axis=(0, 1)).tolist(), strict=True)
+        return values | {f"class/{name}/ap": mean for name, mean in precisions if mean >= 0}
 
     def errors(self) -> dict[str, dict[str, float]]:
         """TIDE's types at IoU 0.5: how many, and the AP50 that is lost by them."""
@@ -189,23 +167,9 @@ class DetectionScores:
         }
 
     def counts(self, kind: str) -> dict[str, Counts]:
-        """By part of one kind (class, objects, size)."""
+        """By part of one kind (class, objects)."""
         found = zip(self.parts, self._totals(), strict=True)
         return {part.removeprefix(f"{kind}/"): total for part, total in found if part.startswith(f"{kind}/")}
-
-    def matched(self) -> list[tuple[tuple[int, int, float], ...]]:
-        """By image, (prediction, true object, IoU) of each pair at IoU 0.5, numbered within the image."""
-        found: list[list[tuple[int, int, float]]] = [[] for _ in range(self.data.num_images)]
-        begins = [
-            np.searchsorted(side.images, np.arange(self.data.num_images))
-            for side in (self.data.predicted, self.data.truth)
-        ]
-        for place in self.pairs[0].tolist():
-            image = int(self.overlaps.images[place])
-            prediction = int(self.overlaps.predicted[place] - begins[0][image])
-            true = int(self.overlaps.true[place] - begins[1][image])
-            found[image].append((prediction, true, float(self.overlaps.ious[place])))
-        return [tuple(pairs) for pairs in found]
 
     def intervals(self, num_draws: int, minus: DetectionScores | None = None) -> dict[str, Bounds]:
         """Of precision, recall and F1 of every part, by the bootstrap over images: drawn again, as many as there are.
@@ -214,19 +178,18 @@ class DetectionScores:
         the same. hotcoco's own comparison keeps an image that was drawn twice once, which makes its intervals a quarter
         too narrow.
         """
-        generator, drawn = np.random.default_rng(0), list[dict[str, Reals]]()
+        generator, num_images = np.random.default_rng(0), self.data.num_images
+        drawn: defaultdict[str, list[Reals]] = defaultdict(list)
         for first in range(0, num_draws, _DRAWS_AT_ONCE):
-            chosen = [
-                generator.integers(self.data.num_images, size=self.data.num_images)
-                for _ in range(min(_DRAWS_AT_ONCE, num_draws - first))
-            ]
-            weights = np.stack([np.bincount(each, minlength=self.data.num_images) for each in chosen], axis=1)
-            values, others = self._weighted(weights), minus._weighted(weights) if minus else {}
-            drawn.append(
-                {n: values[n] - others[n] if minus else values[n] for n in values if not minus or n in others}
-            )
-        found = {name: np.concatenate([each[name] for each in drawn]) for name in (drawn[0] if drawn else ())}
-        known = {name: values[np.isfinite(values)] for name, values in found.items()}
+            size = min(_DRAWS_AT_ONCE, num_draws - first)
+            weights = generator.multinomial(num_images, np.full(num_images, 1 / num_images), size).T
+            others = minus._weighted(weights) if minus else {}
+            for name, values in self._weighted(weights).items():
+                if minus is None or name in others:
+                    drawn[name].append(values - others.get(name, 0.0))
+        known = {
+            name: (all_of := np.concatenate(parts))[np.isfinite(all_of)] for name, parts in drawn.items()
+        }
         return {
             name: Bounds(*np.quantile(values, (0.025, 0.975)).tolist())
             for name, values in known.items()
@@ -235,7 +198,7 @@ class DetectionScores:
 
     def _weighted(self, weights: Numbers) -> dict[str, Reals]:
         """Precision, recall and F1 of images as often as a column of ``weights`` says; an entry per column."""
-        predicted, true, matched = (self._tallies.T @ weights).reshape(3, len(self.parts), -1)
+        predicted, true, matched = (each.T @ weights for each in self._tallies)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = matched / predicted, matched / true, 2 * matched / (predicted + true)
         by_name = zip(RATIOS, ratios, strict=True)
@@ -258,95 +221,69 @@ class DetectionScores:
         found.accumulate()
         return found
 
-    def _class_precisions(self) -> dict[str, float]:
-        """AP of each class that has true objects."""
-        if not self.data.classes or not self.data.num_images:
-            return {}
-        curves: Any = (self._coco.eval or {})["precision"][:, :, :, 0, -1]  # by threshold, recall and class
-        means = curves.mean(axis=(0, 1)).tolist()
-        return {
-            f"class/{name}/ap": mean for name, mean in zip(self.data.classes, means, strict=True) if mean >= 0
-        }
-
     def _totals(self) -> list[Counts]:
-        return [Counts(*each) for each in self._tallies.sum(axis=0).reshape(3, -1).T.tolist()]
+        return [
+            Counts(*each) for each in np.stack([each.sum(axis=0) for each in self._tallies], axis=1).tolist()
+        ]
 
-    def _count(self) -> tuple[list[str], csr_array, Reals]:
+    def _count(self) -> tuple[list[str], list[csr_array], Reals]:
         """Names of the parts; predicted, true and matched objects per image, a column per part; sums of IoUs."""
-        predicted, true, at_half = self.data.predicted, self.data.truth, self.pairs[0]
-        of_predicted, of_true = self.overlaps.predicted[at_half], self.overlaps.true[at_half]
-        sizes, true_sizes = predicted.sizes, true.sizes
-        sizes[of_predicted] = true_sizes[of_true]  # as COCO: a box that is matched is of its object's size
+        predicted, true = self.data.predicted, self.data.truth
         numbers = np.bincount(true.images, minlength=self.data.num_images)
         by_number = np.searchsorted(list(OBJECT_COUNTS.values()), numbers, side="right") - 1
         # Of each kind: the names of its parts, and the number of the part that each object of a side is in.
-        kinds = (
-            (["eval"], np.zeros_like(predicted.images), np.zeros_like(true.images)),
-            ([f"class/{name}" for name in self.data.classes], predicted.labels, true.labels),
-            (
-                [f"objects/{name}" for name in OBJECT_COUNTS],
-                by_number[predicted.images],
-                by_number[true.images],
-            ),
-            ([f"size/{name}" for name in SIZES], sizes, true_sizes),
+        kinds = {
+            "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
+            "class": (self.data.classes, predicted.labels, true.labels),
+            "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
+        }
+        parts: list[str] = []
+        said, there = [], []
+        for kind, (names, of_said, of_there) in kinds.items():
+            said.append(len(parts) + of_said)
+            there.append(len(parts) + of_there)
+            parts += [f"{kind}/{name}".removesuffix("/") for name in names]
+        matched = np.stack(there)[:, self._found]  # a pair counts where its true object does
+        sides = (
+            (predicted.images, np.stack(said)),
+            (true.images, np.stack(there)),
+            (true.images[self._found], matched),
         )
-        parts = [name for names, _, _ in kinds for name in names]
-        images: list[Numbers] = []
-        columns: list[Numbers] = []
-        sums, first = np.zeros(len(parts)), 0
-        for names, said, there in kinds:
-            matched = there[of_true]  # a pair counts where its true object does
-            for place, (where, part) in enumerate(
-                ((predicted.images, said), (true.images, there), (true.images[of_true], matched))
-            ):
-                images.append(where)
-                columns.append(place * len(parts) + first + part)
-            np.add.at(sums, first + matched, self.overlaps.ious[at_half])
-            first += len(names)
-        at = np.concatenate(images), np.concatenate(columns)
-        ones = np.ones(len(at[0]), dtype=np.int64)
-        return parts, csr_array((ones, at), shape=(self.data.num_images, 3 * len(parts))), sums
+        tallies = [
+            csr_array(
+                (np.ones(columns.size, dtype=np.int64), (np.tile(images, len(kinds)), columns.ravel())),
+                shape=(self.data.num_images, len(parts)),
+            )
+            for images, columns in sides
+        ]
+        sums = np.zeros(len(parts))
+        np.add.at(sums, matched, [iou for pairs in self.matched for *_, iou in pairs])
+        return parts, tallies, sums
 
 
-def find_overlaps(data: DetectionData) -> Overlaps:
-    """All of them; memory grows with the pairs of one image and class."""
-    predicted, true = data.predicted, data.truth
-    # A number per object that those of one image and class share, ascending with the image.
-    keys = [side.images * max(1, len(data.classes)) + side.labels for side in (predicted, true)]
-    order = np.argsort(keys[1], kind="stable")
-    begins, ends = (np.searchsorted(keys[1][order], keys[0], side) for side in ("left", "right"))
-    counts = ends - begins
-    left = np.repeat(np.arange(len(predicted)), counts)
-    right = order[np.arange(len(left)) - np.repeat(np.cumsum(counts) - counts, counts) + begins[left]]
-    ious = paired_ious(predicted.boxes[left], true.boxes[right])
-    kept = ious >= THRESHOLDS[0]
-    left, right, ious = left[kept], right[kept], ious[kept]
-    return Overlaps(left, right, ious, predicted.images[left])
+Pairs = tuple[tuple[int, int, float], ...]
+"""Of one image prediction, true object and IoU, numbered within the image."""
 
 
-def match_one_to_one(overlaps: Overlaps) -> list[Numbers]:
-    """Per threshold the places of the pairs that are matched, in order."""
-    gains = _COSTS.unmatched_prediction_cost + _COSTS.unmatched_ground_truth_cost - (1 - overlaps.ious)
-    known: dict[bytes, Numbers] = {}  # thresholds often leave an image the same pairs
-    return [_assign(overlaps, gains, np.flatnonzero(overlaps.ious >= each), known) for each in THRESHOLDS]
-
-
-def _assign(overlaps: Overlaps, gains: Reals, places: Numbers, known: dict[bytes, Numbers]) -> Numbers:
-    rows, columns = overlaps.predicted[places], overlaps.true[places]
-    alone = (np.bincount(rows)[rows] == 1) & (np.bincount(columns)[columns] == 1)
-    contested = places[~alone]
-    found = [places[alone]]
-    borders = np.flatnonzero(np.diff(overlaps.images[contested])) + 1
-    for group in np.split(contested, borders) if len(contested) else ():
-        key = group.tobytes()
-        if key not in known:
-            rows, columns = overlaps.predicted[group], overlaps.true[group]
-            rows, columns = rows - rows.min(), columns - columns.min()
-            pairs = set(assign(rows, columns, gains[group]))
-            both = zip(rows.tolist(), columns.tolist(), strict=True)
-            known[key] = group[[pair in pairs for pair in both]]
-        found.append(known[key])
-    return np.sort(np.concatenate(found))
+def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
+    """The pairs of one class at IoU 0.5 by image, the true objects in them by their place in ``data``, and how many
+    pairs there are at each threshold."""
+    most = _COSTS.unmatched_prediction_cost + _COSTS.unmatched_ground_truth_cost - 1
+    sides, ends = (data.predicted, data.truth), np.arange(data.num_images + 1)
+    begins = np.stack([np.searchsorted(side.images, ends) for side in sides])
+    matched, found, numbers = list[Pairs](), list[int](), np.zeros(len(THRESHOLDS), dtype=np.int64)
+    for image in range(data.num_images):
+        said, true = (slice(*each[image : image + 2]) for each in begins)
+        ious = iou_matrix(data.predicted.boxes[said], data.truth.boxes[true])
+        ious[np.not_equal.outer(data.predicted.labels[said], data.truth.labels[true])] = 0
+        pairs = []
+        for least in THRESHOLDS:
+            rows, columns = np.nonzero(ious >= least)
+            pairs.append(assign(rows, columns, most + ious[rows, columns]))
+        matched.append(tuple((one, other, float(ious[one, other])) for one, other in pairs[0]))
+        found += [int(begins[1, image]) + other for _, other in pairs[0]]
+        numbers += list(map(len, pairs))
+    return matched, np.array(found, dtype=np.int64), numbers
 
 
 def _corner_and_size(side: ObjectArrays) -> Reals:

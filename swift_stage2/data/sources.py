@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -19,7 +19,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from swift_stage2.data.labels import spell_label
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 from swift_stage2.whole_file import open_regular
@@ -304,3 +303,32 @@ def size_of(width: Any, height: Any) -> tuple[int, int] | None:
     """Width and height; None where they are no such numbers."""
     sides = whole(width) or 0, whole(height) or 0
     return sides if min(sides) > 0 else None
+
+
+_MARK = re.compile(
+    r"</?\|?([^<>|]*)\|?>"
+)  # `<|im_end|>`, `<bbox>`, `</s>`: a tokenizer or ms-swift may take it
+_SPECIAL = re.compile(r"<\|[^<>]*\|>|</?s>|<(image|video|audio|bbox|ref-object)>")
+_ESCAPED = str.maketrans('"\\', "'/")
+
+
+@lru_cache(4096)
+def spell_label(text: str) -> str:
+    """``text`` composed (NFC), without special tokens, invisible characters and what JSON escapes; it may be empty."""
+    text = unicodedata.normalize("NFC", text).translate(_ESCAPED)
+    text = "".join(_visible(each) for each in text)
+    while _MARK.search(text):
+        text = _MARK.sub(r"\1", text)
+    return " ".join(text.split())
+
+
+def _visible(character: str) -> str:
+    kind = unicodedata.category(character)
+    if kind[0] == "Z" or character.isspace():
+        return " "
+    return "?" if kind == "Cs" else "" if kind in ("Cc", "Cf") else character
+
+
+def has_special_token(label: str) -> bool:
+    """True if ``label`` holds a special token of a tokenizer or a placeholder of ms-swift."""
+    return _SPECIAL.search(label) is not None

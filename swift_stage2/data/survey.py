@@ -1,26 +1,29 @@
-"""Checks every row of every file, streamed, and says what was found: all of it counted, the first of each kind kept.
+"""``swift-stage2 data check FILE…``: every row checked, streamed; all faults counted, the first of each kind kept.
 
 Deterministic: files and lines in their order, no seed. Which format is right is known only at the end: the one that
 most rows have (and a configured dialect, where there is one); rows that contradict it are faults then.
+Exit status: 0 no fault (advice is none), 1 faults found, 2 the call cannot be used (no such file, a wrong option).
 """
 
 from __future__ import annotations
 
-import time
+import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
 from swift_stage2.channel_b.answer_templates import PossibleTemplates, common_templates
-from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.dialects import DIALECTS, Dialect, coordinates_of
 from swift_stage2.channel_b.targets import AnswerTemplate
-from swift_stage2.data.fault import Fault, Place, Rule
-from swift_stage2.data.files import read_lines
+from swift_stage2.config.stage2_ab import DEFAULT_TASK
+from swift_stage2.data.files import Fault, Place, Rule, read_lines
 from swift_stage2.data.picture import look_at
 from swift_stage2.data.row_check import CheckedRow, check_line
 from swift_stage2.errors import DatasetError
+from swift_stage2.runtime.output import progress_bar, say
+from swift_stage2.runtime.parser import CommandParser
 
 MOST_KEPT = 100
 """Faults of one rule that are kept to be shown; all are counted."""
@@ -47,7 +50,6 @@ class Findings:
         self.files = tuple(files)
         self.num_rows = self.num_bad_rows = 0
         self.template: AnswerTemplate | None = None
-        self.seconds = 0.0
         self._counts = Counter[Rule]()
         self._kept: defaultdict[Rule, list[Fault]] = defaultdict(list)
 
@@ -104,7 +106,7 @@ def survey(
         needs_objects=needs_objects,
         num_coordinates=num_coordinates,
     )
-    started_s, found, formats = time.monotonic(), Findings(files), dict[PossibleTemplates, _Format]()
+    found, formats = Findings(files), dict[PossibleTemplates, _Format]()
     num_bytes = 0
     for file in files:
         num_before, begin, columns = found.num_rows, num_bytes, set[str]()
@@ -123,7 +125,6 @@ def survey(
             )
     if formats:
         _compare_formats(found, formats, dialect)
-    found.seconds = time.monotonic() - started_s
     return found
 
 
@@ -192,3 +193,86 @@ def _difference(learned: PossibleTemplates, shown: PossibleTemplates, num_alike:
         f"all answers must be written alike, got {own!r} where {num_alike:,} rows write {other!r}; "
         "write it as they do"
     )
+
+
+EXIT_FAULTS = 1
+MOST_SHOWN = 20
+"""Faults of one rule that are shown unless all are asked for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Raises UserError: a file is missing, or one cannot be written."""
+    options = _parse(argv)
+    files = [Path(name) for name in options.files]
+    num_coordinates = coordinates_of(options.task, options.dialect)
+    total = sum(file.stat().st_size for file in files if file.is_file())
+    with progress_bar(total, "rows") as move_to:
+        findings = survey(
+            files,
+            dialect=DIALECTS[options.dialect] if options.dialect else None,
+            decode=options.decode,
+            needs_objects=not options.rows_without_objects,
+            num_coordinates=num_coordinates,
+            on_progress=lambda num_rows, num_bytes: move_to(num_bytes, f"{num_rows:,} rows"),
+        )
+    status = EXIT_FAULTS if findings.num_faults else 0
+    most_shown = MOST_KEPT if options.all else MOST_SHOWN
+    unchecked = "" if num_coordinates else f"objects and answers of task {options.task}"
+    say(*lines_of(findings, most_shown, unchecked))
+    return status
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    statuses = "0 no fault; 1 faults found"
+    parser = CommandParser(
+        exit_statuses=statuses, prog="swift-stage2 data", description="Checks training data without a model."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser(
+        "check",
+        help="check every row of JSONL files",
+        description="Checks every row of JSONL files and prints all faults, each with its file and line.",
+        exit_statuses=statuses,
+    )
+    add = check.add_argument
+    add("files", nargs="+", metavar="FILE.jsonl")
+    task_help = (
+        "stage2_ab.task (default %(default)s); of your own task's rows form and images are checked, and objects and "
+        "answers where --dialect says what they are in"
+    )
+    add("--task", default=DEFAULT_TASK, metavar="NAME", help=task_help)
+    add("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
+    add(
+        "--decode",
+        action="store_true",
+        help="decode every image to its last pixel (slow), not only its header",
+    )
+    without_help = "allow rows without objects, as rows_without_objects: channel_a_only does"
+    add("--rows-without-objects", action="store_true", help=without_help)
+    add("--all", action="store_true", help=f"show up to {MOST_KEPT} faults per rule")
+    return parser.parse_args(argv)
+
+
+def lines_of(findings: Findings, most_shown: int = MOST_SHOWN, unchecked: str = "") -> Iterator[str]:
+    """Every rule that was broken with its places, facts that are no fault, then the verdict.
+
+    ``unchecked``: what nobody looked at.
+    """
+    for rule, count in findings.counts.items():
+        kind = "advice" if rule.is_advice else "fault"
+        yield f"{kind}: {rule}: {count:,} of {findings.num_rows:,} rows" + (
+            "" if rule not in (Rule.BOUNDS, Rule.IMAGE) else " or objects in them"
+        )
+        shown = findings.of(rule)[:most_shown]
+        yield from (f"  {fault}" for fault in shown)
+        if count > len(shown):
+            yield f"  … and {count - len(shown):,} more"
+    if (written := findings.template) is not None:
+        coordinates = (1, 2, 3, 4)[: written.dialect.num_coordinates]
+        yield f"answers: dialect {written.dialect}, written {written.write([('label', coordinates)])!r}"
+    checked = f"{findings.num_rows:,} rows of {len(findings.files)} file(s), every one checked"
+    advised = sum(count for rule, count in findings.counts.items() if rule.is_advice)
+    beside = f"; {advised:,} times advice" if advised else ""
+    where = f" in form and images; {unchecked} were not checked" if unchecked else ""
+    verdict = f"{findings.num_bad_rows:,} have faults" if findings.num_bad_rows else "no fault"
+    yield f"{checked}: {verdict}{where}{beside}"

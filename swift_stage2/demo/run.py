@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
@@ -25,8 +22,7 @@ from swift_stage2.demo.demo_config import (
     server_entry,
     write_config,
 )
-from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, num_train_samples, write_scenes
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.evaluate.command import PREDICTIONS_FILE
 from swift_stage2.evaluate.command import main as evaluate
@@ -45,8 +41,6 @@ NUM_HELD_OUT = 128
 WANTED_B_SHARE = 0.8
 _SCORING_DEADLINE_S = 600.0
 _SCORING_GRACE_S = 10.0
-_START_S = 600.0  # of the job's time, beside _STEP_S for each step
-_STEP_S = 10.0
 _FAILED = 1
 
 
@@ -84,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
     )
     os.environ.update(CHILD_ENVIRONMENT)
-    with _deadline(_START_S + _STEP_S * job.num_steps):
-        if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
-            return status
+    if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
+        return status
     if not job.checkpoint.is_dir():
         _say(f"training ended before step {job.num_steps}, so that there is nothing to compare")
         return _FAILED
@@ -138,18 +131,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             remedy="0 turns B off",
         )
     return arguments
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """A job that takes longer is ended as by SIGTERM from outside, which the launcher passes on."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _evaluate(held_out: Path, checkpoint: Path, output: Path) -> Path:

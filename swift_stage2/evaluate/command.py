@@ -31,8 +31,7 @@ from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, own_server, require_answer
-from swift_stage2.report.content import Section, Sentence, Tone
-from swift_stage2.report.rendering import PageContent, page_of, terminal_report
+from swift_stage2.report.content import PageContent, Section, Sentence, Tone, page_of, terminal_report
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 
@@ -194,7 +193,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="swift-stage2 evaluate",
         description="Standard detection metrics: COCO's AP and AR, precision, recall and F1 with 95 % intervals, by "
-        "class, number and size of objects, and TIDE's error types. Compares two sets of predictions image by image.",
+        "class and number of objects, and TIDE's error types. Compares two sets of predictions image by image.",
         exit_statuses="0 every row has a prediction; 1 some have none",
     )
     add = parser.add_argument

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.drawing import Drawing
 from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
 from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
 from swift_stage2.report.content import (
     Gallery,
-    Headline,
     Part,
-    Picture,
     Section,
     Sentence,
     Table,
     Tone,
+    headline,
     number,
 )
+from swift_stage2.report.quality import COLOURS, picture_of
 
 Values = Mapping[str, float]
 Intervals = Mapping[str, Bounds]
@@ -47,7 +46,6 @@ _RATIOS = ("precision", "recall", "f1", "mean_iou")
 _KINDS = {
     "class": "By class",
     "objects": "By number of objects in the image",
-    "size": "By size of the object",
 }
 _MOST_PARTS, _MOST_PICTURES = 200, 50
 
@@ -61,7 +59,7 @@ def evaluation_sections(
 ) -> tuple[Section, ...]:
     """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
     errors = scores.errors()
-    headline = tuple(
+    large = tuple(
         (
             title,
             _value(points, name),
@@ -83,8 +81,8 @@ def evaluation_sections(
     error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), lost)
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
-        Section("scores", "Scores", (Headline(headline), *remarks, table)),
-        Section("parts", "By class, number and size of objects", tuple(parts)),
+        Section("scores", "Scores", (headline(large), *remarks, table)),
+        Section("parts", "By class and number of objects", tuple(parts)),
         Section("errors", "Errors by type", (Sentence(told), error_table)),
         Section("gallery", "Worst images", (gallery,)),
     )
@@ -175,37 +173,20 @@ def worst_images(
     """Some images, those with the most objects missed or invented first. Opens their files."""
     found = [
         (row, prediction, matched, prediction.objects if prediction else LabelledBoxes())
-        for row, prediction, matched in zip(rows, predictions, scores.matched(), strict=True)
+        for row, prediction, matched in zip(rows, predictions, scores.matched, strict=True)
     ]
     found.sort(key=lambda each: 2 * len(each[2]) - len(each[0].truth) - len(each[3].ref))
     pictures = []
     for row, prediction, matched, objects in found[:_MOST_PICTURES]:
         truth = tuple(zip(row.truth.labels, row.truth.boxes, strict=True))
         predicted = tuple(zip(objects.ref, objects.bbox, strict=True))
-        image, trouble = "", "nothing was predicted"
-        if prediction:
-            drawing = Drawing(truth, predicted, matched)
-            image, trouble = gallery_image(drawing, row.image, (prediction.width, prediction.height))
-        pictures.append(
-            Picture(
-                image=image,
-                trouble=trouble,
-                name=Path(row.image).name,
-                facts=(
-                    f"row {row.number} of the data",
-                    f"{len(predicted)} predicted, {len(truth)} true",
-                    f"{len(matched)} matched, {len(truth) - len(matched)} missed, "
-                    f"{len(predicted) - len(matched)} false",
-                ),
-                fate=f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer",
-                texts=(
-                    ("Answer", (prediction.answer if prediction else None) or _listed(predicted)),
-                    ("Truth", _listed(truth)),
-                ),
-            )
-        )
+        end = f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer"
+        answer = (prediction.answer if prediction else None) or _listed(predicted)
+        texts = (("Answer", answer), ("Truth", _listed(truth)))
+        facts = (end, f"row {row.number} of the data")
+        pictures.append(picture_of(Drawing(truth, predicted, matched), row.image, facts, texts))
     shown = f"{number(len(pictures))} of {number(len(rows))} images, those with the most objects "
-    return Gallery(f"{shown}missed or invented first.", tuple(pictures))
+    return Gallery(f"{shown}missed or invented first. {COLOURS}", tuple(pictures))
 
 
 def _listed(objects: Sequence[tuple[str, Sequence[float]]]) -> str:

@@ -186,44 +186,34 @@ def replay_rank(recorded: RecordedRun, output: Path, *, rank: int) -> ReplayVerd
     Raises:
         UserError: threads, device, data, model or checkpoint are not the run's, or ``output`` cannot be written.
     """
-    directory = recorded.surroundings["directory"]
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(chdir(directory))  # the configuration's paths may be relative
-        except OSError as error:
-            raise UserError(
-                f"a replay runs in the run's working directory, cannot enter {directory}: {error}"
-            ) from error
-        return _replay(recorded, output, rank)
-
-
-def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
     swift = {**recorded.config["swift"], **_OWN_PLACE, "output_dir": str(output)}
     config_path = output / "config" / f"rank{rank}.yaml"
-    try:
-        config_path.parent.mkdir(parents=True, exist_ok=True)
-        config_path.write_text(write_yaml({**recorded.config, "swift": swift}), encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            "--output must be a directory that can be written",
-            got=f"{output} ({error})",
-            remedy="name another one",
-        ) from error
-    settings = load_config(config_path)
-    resumed = settings.swift.get("resume_from_checkpoint")
-    if resumed is not None and not Path(resumed).is_dir():
-        raise UserError(
-            f"the run resumed from {resumed}, which is gone",
-            remedy="a replay begins there as well, so bring it back",
-        )
-    learners: list[ReplayedLearner] = []
-    difference = None
-    try:
-        train(settings, start_run=partial(_start_replay, recorded, learners))
-    except ReplayDiffers as error:
-        leave_job()  # raised on every rank alike
-        difference = str(error)
-    return recorded.verdict(learners[0].num_compared if learners else 0, difference)
+    with ExitStack() as stack:
+        try:
+            # The configuration's paths may be relative.
+            stack.enter_context(chdir(recorded.surroundings["directory"]))
+            config_path.parent.mkdir(parents=True, exist_ok=True)
+            config_path.write_text(write_yaml({**recorded.config, "swift": swift}), encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                "a replay needs the run's working directory, and an --output that can be written",
+                got=str(error),
+            ) from error
+        settings = load_config(config_path)
+        resumed = settings.swift.get("resume_from_checkpoint")
+        if resumed is not None and not Path(resumed).is_dir():
+            raise UserError(
+                f"the run resumed from {resumed}, which is gone",
+                remedy="a replay begins there as well, so bring it back",
+            )
+        learners: list[ReplayedLearner] = []
+        difference = None
+        try:
+            train(settings, start_run=partial(_start_replay, recorded, learners))
+        except ReplayDiffers as error:
+            leave_job()  # raised on every rank alike
+            difference = str(error)
+        return recorded.verdict(learners[0].num_compared if learners else 0, difference)
 
 
 def _start_replay(

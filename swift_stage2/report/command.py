@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swift_stage2.data.prediction import write_file
-from swift_stage2.launch.launcher import next_commands
-from swift_stage2.report.content import Gallery, Section, Sentence, filled, number
+from swift_stage2.report.content import (
+    Gallery,
+    PageContent,
+    Section,
+    filled,
+    number,
+    page_of,
+    terminal_report,
+)
 from swift_stage2.report.quality import (
     detection_section,
     evaluations_of,
     gallery_of,
     matches_of,
     quality_section,
+    suspects_of,
+    suspects_section,
 )
-from swift_stage2.report.rendering import PageContent, page_of, terminal_report
 from swift_stage2.report.run_data import RunData, read_run
 from swift_stage2.report.steps import (
     account_section,
@@ -31,7 +39,6 @@ from swift_stage2.report.steps import (
     steps_section,
     time_section,
 )
-from swift_stage2.report.suspects import suspects_of, suspects_section
 from swift_stage2.report.verdict import Speed, slowest, speed_of, verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
 from swift_stage2.runtime.parser import CommandParser
@@ -54,7 +61,7 @@ def report_of(run: RunData) -> RunReport:
     summary, speed = summary_of(run.ranks), slowest([*map(speed_of, run.ranks)])
     evaluations = evaluations_of(run)
     sections = (
-        verdict_section(speed, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
+        verdict_section(speed, summary),
         steps_section(summary),
         time_section(run, summary),
         queue_section(run, summary),
@@ -63,8 +70,7 @@ def report_of(run: RunData) -> RunReport:
         detection_section(evaluations),
         suspects_section(suspects_of(evaluations)),
         account_section(account, run.ranks),
-        Section("gallery", "Gallery", filled([gallery_of(matches_of(run.ranks), run.similarity)])),
-        *_next_section(run),
+        Section("gallery", "Gallery", filled([gallery_of(matches_of(run.ranks))])),
     )
     return RunReport(
         heading="Run report",
@@ -75,14 +81,6 @@ def report_of(run: RunData) -> RunReport:
         speed=None if speed.lacks else speed,
         is_balanced=account.is_balanced if account else True,
     )
-
-
-def _next_section(run: RunData) -> Iterator[Section]:
-    """The last checkpoint, if there is one, and the commands that merge and evaluate it, once the run is over."""
-    swift = run.setting("swift")
-    lines = [*next_commands(run.run_dirs[-1], swift if isinstance(swift, Mapping) else {})]
-    if lines and not run.is_running:
-        yield Section("next", "Next", tuple(map(Sentence, lines)))
 
 
 def state_of(run: RunData) -> str:

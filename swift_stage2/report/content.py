@@ -1,13 +1,22 @@
-"""Sections of sentences, tables and pictures: a report free of any form. ``rendering`` has its two forms.
+"""Sections of sentences, tables and pictures, and their two forms: one HTML page that needs nothing else, and text.
 
-One source for both, so that they cannot tell different numbers.
+One source for both, so that they cannot tell different numbers. Style and pictures are inside the page, and no script;
+every text is escaped. A terminal shows all but pictures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
 
 class Tone(StrEnum):
@@ -34,18 +43,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     tones: Mapping[int, Tone] = field(default_factory=dict)
     ends_in_words: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """The few numbers that a reader came for: (what, value, what it means)."""
-
-    numbers: tuple[tuple[str, str, str], ...]
-
-    @property
-    def table(self) -> Table:
-        """The same as rows."""
-        return Table("", ("what", "value", "meaning"), self.numbers, ends_in_words=True)
+    is_headline: bool = False
+    """The page shows its rows large, side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +55,6 @@ class Picture:
     trouble: str
     name: str
     facts: tuple[str, ...]
-    fate: str
-    """The outcome in one bold line."""
     texts: tuple[tuple[str, str], ...]
     """Title and text of what was said and what was true."""
 
@@ -70,7 +67,7 @@ class Gallery:
     pictures: tuple[Picture, ...]
 
 
-Part = Sentence | Table | Headline | Gallery
+Part = Sentence | Table | Gallery
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +77,11 @@ class Section:
     key: str
     title: str
     parts: tuple[Part, ...] = ()
+
+
+def headline(rows: tuple[tuple[str, str, str], ...]) -> Table:
+    """The few numbers that a reader came for: (what, value, what it means)."""
+    return Table("", ("what", "value", "meaning"), rows, ends_in_words=True, is_headline=True)
 
 
 def number(value: float | None) -> str:
@@ -112,3 +114,69 @@ def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
 
 def _is_empty(part: Part) -> bool:
     return (isinstance(part, Table) and not part.rows) or (isinstance(part, Gallery) and not part.pictures)
+
+
+_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """A page before it is drawn. ``places`` are paths."""
+
+    heading: str
+    places: Sequence[str]
+    state: str
+    """State of the run or evaluation, in a few words."""
+    sections: Sequence[Section]
+
+
+def page_of(report: PageContent) -> str:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_page_file("page.html.j2")).render(
+        report=report,
+        form=lambda part: type(part).__name__,
+        style=Markup(_page_file("page.css")),
+    )
+
+
+def _page_file(name: str) -> str:
+    return (files("swift_stage2.report") / "page_files" / name).read_text(encoding="utf-8")
+
+
+def terminal_report(sections: Iterable[Section]) -> RenderableType:
+    """Every section under its title, but for those of which the page alone has something to show."""
+    lines: list[RenderableType] = []
+    for section in sections:
+        if shown := list(_lines(section.parts)):
+            lines += [Text(f"\n{section.title}", style="bold"), *shown]
+    return Group(*lines)
+
+
+def _lines(parts: Iterable[Part]) -> Iterator[RenderableType]:
+    for part in parts:
+        match part:
+            case Sentence():
+                yield Text(part.text, style=_STYLES[part.tone])
+            case Table():
+                yield _table(part)
+
+
+def _table(table: Table) -> RichTable:
+    shown = RichTable(
+        title=Text(table.title),
+        title_justify="left",
+        min_width=len(table.title),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    last = len(table.headings) - 1
+    for index, heading in enumerate(table.headings):
+        is_words = index == 0 or (index == last and table.ends_in_words)
+        shown.add_column(Text(heading), justify="left" if is_words else "right", overflow="fold")
+    for index, row in enumerate(table.rows):
+        shown.add_row(*(Text(cell) for cell in row), style=_STYLES[table.tones.get(index, Tone.PLAIN)])
+    return shown

@@ -1,6 +1,10 @@
-"""Sections on quality: detection over steps, match quality, and pictures of the newest matches.
+"""Sections on quality: detection over steps, pictures of the newest matches, match quality, suspected label errors.
 
-A picture has what was seen, said, matched, missed, invented and trained.
+A picture has what was seen, said, matched, missed, invented and trained. A true object is suspect if none of at least
+``FEWEST`` versions predicted a box of its label there; a false box if the last ``FEWEST`` versions all predicted it, of
+one label, where nothing true is near. How much that says depends on the model: ``strength`` is the share of its label's
+objects that the versions find, or of its label's boxes that are right, so that suspects of a label that the model knows
+come first, and one that it never met is none.
 """
 
 from __future__ import annotations
@@ -8,12 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
+from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.data.drawing import Drawing, gallery_image
+from swift_stage2.data.prediction import TRUNCATED, LabelledBoxes
 from swift_stage2.data.recorded import RecordedRow, evaluation_file, evaluations_directory, read_recorded
 from swift_stage2.data.scores import Counts, DetectionScores, detection_data
+from swift_stage2.records import Box
 from swift_stage2.report.content import (
     Gallery,
     Part,
@@ -52,7 +61,7 @@ class RowEvaluation:
     @cached_property
     def matched(self) -> Mapping[int, tuple[tuple[int, int, float], ...]]:
         """By row, (prediction, true object, IoU) of each pair."""
-        return dict(zip(sorted(self.rows), self.scores.matched(), strict=True))
+        return dict(zip(sorted(self.rows), self.scores.matched, strict=True))
 
     @cached_property
     def counts(self) -> Mapping[str, Counts]:
@@ -106,66 +115,57 @@ RankMatch = tuple[int, Match]
 
 
 def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
-    """The matches of all ranks by time.
-
-    A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
-    counts once for every version.
-    """
-    every = [(rank.rank, match) for rank in ranks for match in rank.of(Match)]
-    found = {(rank, match.purpose, match.sample, match.version): (rank, match) for rank, match in every}
-    return sorted(found.values(), key=lambda each: each[1].time)
+    """The matches of all ranks by time. A draw that a resumed process repeated counts once, as it was answered last."""
+    found = {(rank.rank, match.sample): match for rank in ranks for match in rank.of(Match)}
+    return sorted(((rank, match) for (rank, _), match in found.items()), key=lambda each: each[1].time)
 
 
 _MOST_PICTURES = 24
-_MOST_CHARACTERS = 20_000  # of a text that is shown
+COLOURS = "Blue: true; orange: missed; green: predicted, with its closeness to what is true; pink: false."
 
 
-def gallery_of(matches: Sequence[RankMatch], similarity: str, size: int = _MOST_PICTURES) -> Gallery:
-    """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
-    newest = matches[: -size - 1 : -1]
-    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first."
-    return Gallery(told, tuple(_picture(*each, similarity) for each in newest))
+def gallery_of(matches: Sequence[RankMatch]) -> Gallery:
+    """The newest of the ``matches``, which are by time. Opens their images."""
+    newest = matches[: -_MOST_PICTURES - 1 : -1]
+    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first. {COLOURS}"
+    return Gallery(told, tuple(_picture(*each) for each in newest))
 
 
-def _picture(rank: int, match: Match, similarity: str) -> Picture:
+def _picture(rank: int, match: Match) -> Picture:
+    epoch, position, row, attempt = match.sample
+    again = f", attempt {attempt}" if attempt else ""
+    facts = [f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}, version {match.version}"]
+    facts += [f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count]
+    if match.reward:
+        facts.append("reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items()))
+    if match.truncated:
+        facts.append("cut off at max_new_tokens")
+    if len(match.images) > 1:
+        facts.append(f"first of {len(match.images)} images")
     drawing = Drawing(match.truth, match.predicted, match.pairs)
     path = (match.images[0] if match.images else None) or ""
-    image, trouble = gallery_image(drawing, path, match.space, similarity)
+    texts = (("Rollout", match.rollout), ("Corrected answer", match.target))
+    return picture_of(drawing, path, facts, texts, match.space)
+
+
+def picture_of(
+    drawing: Drawing,
+    path: str,
+    facts: Iterable[str],
+    texts: tuple[tuple[str, str], ...],
+    space: tuple[int, int] | None = None,
+) -> Picture:
+    """The image at ``path`` with true and predicted objects. ``space`` as ``draw`` takes it."""
+    image, trouble = gallery_image(drawing, path, space)
+    num_pairs = len(drawing.pairs)
+    num_missed, num_false = len(drawing.truth) - num_pairs, len(drawing.predicted) - num_pairs
     return Picture(
         image=image,
         trouble=trouble,
         name=Path(path).name or "an image without a path",
-        facts=tuple(_facts(rank, match)),
-        fate="evaluation, never trained" if match.purpose == "evaluation" else "training",
-        texts=(("Rollout", _shortened(match.rollout)), ("Corrected answer", _shortened(match.target))),
+        facts=(f"{num_pairs} matched, {num_missed} missed, {num_false} false", *facts),
+        texts=texts,
     )
-
-
-def _shortened(text: str) -> str:
-    more = len(text) - _MOST_CHARACTERS
-    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
-
-
-def _facts(rank: int, match: Match) -> Iterator[str]:
-    epoch, position, row, attempt = match.sample
-    again = f", attempt {attempt}" if attempt else ""
-    yield (
-        f"row {row} of the validation set, rank {rank}"
-        if match.purpose == "evaluation"
-        else f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}"
-    )
-    num_pairs = len(match.pairs)
-    yield (
-        f"weights of version {match.version}; {num_pairs} matched, {len(match.truth) - num_pairs} missed, "
-        f"{len(match.predicted) - num_pairs} false"
-    )
-    yield from (f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count)
-    if match.reward:
-        yield "reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items())
-    if match.truncated:
-        yield "cut off at max_new_tokens"
-    if len(match.images) > 1:
-        yield f"first of {len(match.images)} images"
 
 
 _AS_TRAINING_DOES = (
@@ -202,3 +202,120 @@ def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str])
     )
     title = f"The last {len(rows)} of {len(evaluations)} evaluations"
     return Table(title, ("step", "version", "answered", *measures.values(), "end"), rows)
+
+
+FEWEST = 3
+"""Versions that must agree."""
+_MOST_SUSPECTS = 20
+_SAME = 0.5  # IoU of one box in two versions
+_NEAR = 0.1  # IoU from which a true object is near, as TIDE has it
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """One label of the data, or one that it lacks."""
+
+    row: int
+    image: str
+    label: str
+    box: Box
+    """In pixels."""
+    what: str
+    strength: float
+    """0 to 1."""
+
+
+def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect]:
+    """The strongest first; none with fewer than ``FEWEST`` versions."""
+    versions = [*{each.version: each for each in evaluations}.values()]
+    found: list[Suspect] = []
+    for row in sorted({row for each in versions for row in each.rows}):
+        asked = [each for each in versions if row in each.rows and _is_answered(each.rows[row])]
+        # Rows that changed between parts of a run are not those of one label.
+        asked = [each for each in asked if each.rows[row].truth == asked[-1].rows[row].truth]
+        if len(asked) >= FEWEST:
+            found += [*_never_found(row, asked), *_always_added(row, asked[-FEWEST:])]
+    return sorted((each for each in found if each.strength), key=lambda each: (-each.strength, each.row))
+
+
+def _is_answered(row: RecordedRow) -> bool:
+    """An answer that was cut off says nothing of what it lacks."""
+    return bool(row.answer) and row.finish_reason != TRUNCATED
+
+
+def _iou(one: Box, other: Box) -> float:
+    return float(iou_matrix([one], [other])[0, 0])
+
+
+def _never_found(row: int, versions: Sequence[RowEvaluation]) -> Iterator[Suspect]:
+    newest = versions[-1].rows[row]
+    truth = newest.truth or LabelledBoxes()
+    found = {true for each in versions for _, true, _ in each.matched[row]}
+    for index, (label, box) in enumerate(zip(truth.ref, truth.bbox, strict=True)):
+        if index in found:
+            continue
+        answers = [version.rows[row].objects for version in versions[-FEWEST:]]
+        said = set.intersection(
+            *(
+                {name for name, place in zip(each.ref, each.bbox, strict=True) if _iou(place, box) >= _SAME}
+                for each in answers
+            )
+        )
+        what = "truth never found" + (f", they say {min(said)!r}" if said else "")
+        counts = [version.counts[label] for version in versions]
+        strength = fmean(each.matched / each.true for each in counts)
+        yield Suspect(row, newest.file or newest.image, label, box, what, strength)
+
+
+def _always_added(row: int, versions: Sequence[RowEvaluation]) -> Iterator[Suspect]:
+    newest = versions[-1].rows[row]
+    truth = newest.truth or LabelledBoxes()
+    for label, box in _false(versions[-1], row):
+        if any(_iou(box, true) >= _NEAR for true in truth.bbox):
+            continue
+        seen = [box]
+        for version in versions[:-1]:
+            alike = [place for name, place in _false(version, row) if name == label]
+            seen += sorted(alike, key=lambda other: _iou(other, box))[-1:]
+        least = min(_iou(a, b) for a, b in combinations(seen, 2)) if len(seen) == len(versions) else 0.0
+        if least >= _SAME:
+            counts = [version.counts[label] for version in versions]
+            strength = least * fmean(each.matched / each.predicted for each in counts)
+            yield Suspect(row, newest.file or newest.image, label, box, "false in all versions", strength)
+
+
+def _false(version: RowEvaluation, row: int) -> Iterator[tuple[str, Box]]:
+    objects, right = version.rows[row].objects, {prediction for prediction, _, _ in version.matched[row]}
+    for index, found in enumerate(zip(objects.ref, objects.bbox, strict=True)):
+        if index not in right:
+            yield found
+
+
+def suspects_section(suspects: Sequence[Suspect]) -> Section:
+    """The strongest ones."""
+    title = "Suspected label errors"
+    if not suspects:
+        return Section("suspects", title)
+    told = (
+        f"True objects that none of at least {FEWEST} versions found, and boxes without a true object near that the "
+        f"last {FEWEST} versions all predicted. Look from the first on: strength is the share of the label's objects "
+        "that the versions find, or of its boxes that are right. What a model never learned it misses, too."
+    )
+    rows = tuple(
+        (
+            str(each.row),
+            each.label,
+            each.what,
+            ", ".join(f"{value:g}" for value in each.box),
+            f"{each.strength:.2f}",
+            each.image,
+        )
+        for each in suspects[:_MOST_SUSPECTS]
+    )
+    table = Table(
+        f"The strongest {number(len(rows))} of {number(len(suspects))}",
+        ("row", "label", "suspect", "box", "strength", "image"),
+        rows,
+        ends_in_words=True,
+    )
+    return Section("suspects", title, (Sentence(told), table))

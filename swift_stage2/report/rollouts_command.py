@@ -191,7 +191,7 @@ class _RankRollouts:
                         self._texts.pop(key, None)
                 case RecordedCompletion():
                     self._texts[event.sample] = event.text
-                case Match(purpose="training"):
+                case Match():
                     self._texts[event.sample] = event.rollout
                 case Matched() if self.start is not None:
                     for key in event.samples:
@@ -211,30 +211,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: there is no such run, or its files or the output cannot be used.
     """
     options = _parser().parse_args(argv)
-    rollouts, num_told, has_waited = RunRollouts(options.run_dir), 0, False
-    while True:
-        # Asked first: whatever a process wrote before its end is found below.
-        goes_on = is_held(options.run_dir)
-        has_begun = bool(log_paths(options.run_dir))
-        if not (has_begun or (goes_on and options.follow)):
+    rollouts, num_told = RunRollouts(options.run_dir), 0
+    goes_on, has_waited = is_held(options.run_dir), False
+    while not log_paths(options.run_dir):
+        if not (goes_on and options.follow):
             raise no_log(options.run_dir)
-        if not (has_begun or has_waited):
+        if not has_waited:
             _say(f"waits for the first rollouts of the run in {options.run_dir}")
-            has_waited = True
+        time.sleep(_LOOK_S)  # bounded polling: the run's processes end
+        goes_on, has_waited = is_held(options.run_dir), True
+    while True:
         for rollout in rollouts.read():
             say(json.dumps(rollout.fields) if options.json else rollout.line)
             num_told += 1
         if not (goes_on and options.follow):
             break
-        time.sleep(_LOOK_S)  # bounded polling: the run's processes end
+        time.sleep(_LOOK_S)
+        goes_on = is_held(
+            options.run_dir
+        )  # asked first: whatever a process wrote before its end is read then
     if goes_on:
         return 0
-    doubts = rollouts.doubts
-    for doubt in doubts:
+    for doubt in rollouts.doubts:
         _say(f"warning: {doubt}")
     if options.follow:
-        _say(f"the run has ended {'and may lack some' if doubts else 'on every rank'}: {num_told} rollouts")
-    return 1 if doubts else 0
+        end = "and may lack some" if rollouts.doubts else "on every rank"
+        _say(f"the run has ended {end}: {num_told} rollouts")
+    return 1 if rollouts.doubts else 0
 
 
 def _say(text: str) -> None:

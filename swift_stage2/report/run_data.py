@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -32,13 +31,6 @@ class RunData:
     def first(self) -> RankEvents:
         """The lowest rank, which tells what is equal on all."""
         return self.ranks[0]
-
-    def setting(self, *path: str) -> Any:
-        """One key of the last process's configuration; None where it is not known."""
-        value: Any = self.first.start.config if self.first.start is not None else None
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
 
     @property
     def similarity(self) -> str:

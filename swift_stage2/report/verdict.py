@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from swift_stage2.checks.feeding import sustained
-from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
+from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, headline, seconds
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import Start, Step
@@ -205,42 +205,30 @@ def _spent(step: Step, *activities: Activity) -> float:
     return sum(step.activity_ns.get(activity, 0) for activity in activities) / NANOSECONDS
 
 
-def verdict_section(speed: Speed, summary: RunSummary, b_ratio: float | None) -> Section:
-    """``b_ratio`` as it is set; None where the run did not write it down."""
+def verdict_section(speed: Speed, summary: RunSummary) -> Section:
     unused = summary.unused_b
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if not speed.lacks:
-        parts += [_headline(speed, summary), _missed(summary)]
-        parts += [*map(Sentence, bottlenecks(speed, summary, b_ratio)), _sums(speed)]
+        advice = map(Sentence, bottlenecks(speed, summary))
+        parts += [_headline(speed, summary), *advice, _sums(speed)]
     else:
         parts.append(Sentence(f"No speed-up can be told: {speed.lacks}.", Tone.WARN))
-        parts += map(Sentence, bottlenecks(None, summary, b_ratio))
+        parts += map(Sentence, bottlenecks(None, summary))
     return Section("verdict", "Verdict", filled(parts))
 
 
-def _headline(speed: Speed, summary: RunSummary) -> Headline:
+def _headline(speed: Speed, summary: RunSummary) -> Table:
     once = "over the same work done one after another, from this run's own times"
     most = "the most that overlap can give (Amdahl), from this run's own times"
     is_short = summary.num_b_run < summary.num_b_wanted
     of_bound = f"of the bound for the {summary.num_b_run} B steps that ran" if is_short else "of the bound"
-    return Headline(
+    return headline(
         (
             ("speed-up, computed", f"{speed.facts['speed_up']:.2f} ×", once),
             ("bound", f"{speed.facts['bound']:.2f} ×", most),
             ("reached", f"{min(1.0, speed.facts['fraction']):.0%}", of_bound),
             ("B steps", f"{summary.num_b_run} of {summary.num_b_wanted}", "that the schedule wanted"),
         )
-    )
-
-
-def _missed(summary: RunSummary) -> Sentence | None:
-    """Without it a run that left its B steps out would look as good as one that trained them."""
-    if (missed := summary.num_b_wanted - summary.num_b_run) <= 0:
-        return None
-    return Sentence(
-        f"Speed-up and bound are of the work that was done: the {missed} of {summary.num_b_wanted} wanted B steps that "
-        "did not run count in neither.",
-        Tone.WARN if missed > WORTH * summary.num_b_wanted else Tone.PLAIN,
     )
 
 
@@ -275,14 +263,14 @@ def _sums(speed: Speed) -> Table:
     return Table(title, ("part", "value", "how"), tuple(rows), ends_in_words=True)
 
 
-def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None) -> Iterator[str]:
+def bottlenecks(speed: Speed | None, summary: RunSummary) -> Iterator[str]:
     """The part that binds, if speed and number of steps are known; then all else that costs something.
 
     Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
     """
     is_lost = summary.skips.get("servers_suspect", 0) > WORTH * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        yield _binding(speed) + _b_ratio(speed, summary, b_ratio)
+        yield _binding(speed) + _b_ratio(speed, summary)
         if speed.rounds_s > WORTH * speed.wall_s:
             num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
             yield (
@@ -325,13 +313,13 @@ def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     return sustained(summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s)
 
 
-def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None) -> str:
+def _b_ratio(speed: Speed, summary: RunSummary) -> str:
     """The ratio that the rollouts sustain, if it is above the wanted one and they have time left, or below it."""
     if not speed.rollouts_s:
         return ""
     ratio, upwards = sustained_b_ratio(speed, summary), speed.learner_binds
-    wanted = summary.num_b_wanted / summary.num_steps if b_ratio is None else b_ratio
-    if ratio == wanted or (ratio > wanted) != upwards:
+    wanted = summary.num_b_wanted / summary.num_steps
+    if abs(ratio - wanted) < 0.01 or (ratio > wanted) != upwards:
         return ""
     return (
         f" The rollouts sustain stage2_ab.schedule.b_ratio {'up to ' * upwards}{ratio:g}: {summary.num_b_run} of "

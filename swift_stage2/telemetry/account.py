@@ -7,9 +7,10 @@ possible where it stands breaks a rule, and the replay goes on. ``docs/design/ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, run_of
 from swift_stage2.telemetry.events import (
@@ -125,13 +126,13 @@ class RankAccount:
     """Each sample once, however often it was redrawn."""
     trained: int = 0
     """Events, not distinct samples."""
-    quarantined: dict[str, int] = field(default_factory=dict)
+    quarantined: Counter[str] = field(default_factory=Counter)
     """By reason."""
-    unused: dict[str, int] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
     """By reason: nothing is trained of their rollouts, though nothing is wrong with them."""
     in_hand: dict[str, int] = field(default_factory=dict)
     """By stage."""
-    returned: dict[str, int] = field(default_factory=dict)
+    returned: Counter[str] = field(default_factory=Counter)
     """Returns by reason; a sample may return several times."""
     num_cut: int = 0
     """How often a rollout was aborted, to be resumed."""
@@ -153,19 +154,29 @@ class _Life:
     pack_id: str | None = None
 
 
-_MOVES: dict[type[Event], tuple[tuple[SampleStage, ...], SampleStage, str]] = {
-    Sent: (
-        (SampleStage.DRAWN, SampleStage.SENT, SampleStage.PARTIAL),
-        SampleStage.SENT,
-        "sent once it was drawn",
-    ),
-    Finished: ((SampleStage.SENT,), SampleStage.FINISHED, "finished once it was sent"),
-    Cut: ((SampleStage.FINISHED,), SampleStage.PARTIAL, "cut once it was answered"),
-    Matched: ((SampleStage.FINISHED,), SampleStage.MATCHED, "matched once it was answered"),
-    Packed: ((SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched"),
+class _Move(NamedTuple):
+    """What an event does to a sample: the stages in which it may be, the one that it reaches, and the rule."""
+
+    before: Collection[SampleStage]
+    after: SampleStage | None
+    """None is the sample's end."""
+    rule: str
+
+
+_IN_WORK = tuple(stage for stage in SampleStage if stage is not SampleStage.TO_BE_REDRAWN)
+_TO_SENT = (SampleStage.DRAWN, SampleStage.SENT, SampleStage.PARTIAL)
+_MOVES: dict[type[Event], _Move] = {
+    Sent: _Move(_TO_SENT, SampleStage.SENT, "a sample is sent once it was drawn"),
+    Finished: _Move((SampleStage.SENT,), SampleStage.FINISHED, "a sample is finished once it was sent"),
+    Cut: _Move((SampleStage.FINISHED,), SampleStage.PARTIAL, "a sample is cut once it was answered"),
+    Matched: _Move((SampleStage.FINISHED,), SampleStage.MATCHED, "a sample is matched once it was answered"),
+    Packed: _Move((SampleStage.MATCHED,), SampleStage.PACKED, "a sample is packed once it was matched"),
+    Returned: _Move(_IN_WORK, SampleStage.TO_BE_REDRAWN, "a sample returns once it was drawn"),
+    Trained: _Move((SampleStage.PACKED,), None, "a sample is trained in the pack that it was packed into"),
+    Quarantined: _Move(tuple(SampleStage), None, "a sample may be given up at any stage"),
+    Unused: _Move((SampleStage.MATCHED, SampleStage.PACKED), None, "a sample is unused once it was matched"),
 }
-"""By kind of event: the stages in which a sample may be, the one that it reaches, and the rule."""
-_UNUSED_AFTER = (SampleStage.MATCHED, SampleStage.PACKED)
+_KEEPS_ROW = "a sample keeps its row, and its attempt until it returns"
 
 
 @dataclass(slots=True)
@@ -198,7 +209,7 @@ class Replay:
 
     def finish(self, told: RankEvents, num_ever_trained: int) -> RankAccount:
         found, in_hand = self.account, len(self._lives)
-        quarantined, unused = sum(found.quarantined.values()), sum(found.unused.values())
+        quarantined, unused = found.quarantined.total(), found.unused.total()
         if found.taken_over + found.drawn != found.trained + quarantined + unused + in_hand:
             self._break(
                 f"drawn = trained + quarantined + unused + in hand, got {found.taken_over} taken over + "
@@ -253,50 +264,65 @@ class Replay:
             life = self._lives.get(key[:2])
             if isinstance(event, Drawn):
                 self._draw(key, life)
-            elif life is None:
+                continue
+            self._tally(event)
+            if life is None:
                 self._miss(event, key)
             else:
-                self._take_sample(event, key, life)
+                self._move(event, key, life)
         if isinstance(event, Trained):
             if event.step < self._first_step:
                 self._break("steps that train only grow", event.samples)
             self._first_step = self._last_trained = max(self._first_step, event.step)
 
-    def _take_sample(self, event: SampleEvent, key: Key, life: _Life) -> None:
-        if life.key != key and not isinstance(event, Returned):
-            self._break("a sample keeps its row, and its attempt until it returns", [key])
+    def _tally(self, event: SampleEvent) -> None:
         match event:
-            case Returned():
-                self._return(event, key, life)
             case Trained():
-                self._train(event, key, life)
+                self.account.trained += 1
             case Quarantined():
-                _count(self.account.quarantined, event.reason)
-                self._end(event, key)
+                self.account.quarantined[event.reason] += 1
             case Unused():
-                self._move(life, _UNUSED_AFTER, life.stage, "unused once it was matched")
-                _count(self.account.unused, event.reason)
-                self._end(event, key)
-            case Finished() if event.end != "answered":
-                self._move(life, (SampleStage.SENT,), SampleStage.DRAWN, "finished once it was sent")
-            case _:
-                self._move(life, *_MOVES[type(event)])
-        match event:
+                self.account.unused[event.reason] += 1
+            case Returned():
+                self.account.returned[event.reason] += 1
             case Cut():
                 self.account.num_cut += 1
+
+    def _move(self, event: SampleEvent, key: Key, life: _Life) -> None:
+        before, after, rule = _MOVES[type(event)]
+        if isinstance(event, Finished) and event.end != "answered":
+            after = SampleStage.DRAWN
+        if life.stage not in before or (isinstance(event, Trained) and life.pack_id != event.pack_id):
+            self._break(rule, [key])
+        if isinstance(event, Returned):
+            if key[:3] != life.key[:3] or not 0 <= key[3] - life.key[3] <= 1:
+                self._break("a sample keeps its row, and a return adds at most one attempt", [key])
+            life = self._lives[key[:2]] = _Life(key, SampleStage.TO_BE_REDRAWN)
+        elif life.key != key:
+            self._break(_KEEPS_ROW, [key])
+        if after is None:
+            self._ends[key[:2]] = event.kind
+            del self._lives[key[:2]]
+        else:
+            life.stage = after
+        match event:
             case Packed():
                 life.pack_id = event.pack_id
             case Matched():
                 life.version = event.version
                 if any(version < event.version for version, _, _ in event.spans):
                     self._break("a rollout is as old as its oldest token", [key])
+            case Trained() if life.version is not None and life.version < event.version - self._window:
+                self._break("nothing is trained that is older than the version window", [key])
 
     def _draw(self, key: Key, life: _Life | None) -> None:
         place = key[:2]
         if life is not None:
-            self._move(life, (SampleStage.TO_BE_REDRAWN,), SampleStage.DRAWN, "redrawn once it had returned")
+            if life.stage is not SampleStage.TO_BE_REDRAWN:
+                self._break("a sample is redrawn once it had returned", [life.key])
+            life.stage = SampleStage.DRAWN
             if life.key != key:
-                self._break("a sample keeps its row, and its attempt until it returns", [key])
+                self._break(_KEEPS_ROW, [key])
             return
         if place in self._ends:
             self._break("a sample that has ended is not drawn again", [key])
@@ -321,36 +347,9 @@ class Replay:
             self._break("no row is drawn at more positions of an epoch than it has", [key])
         self._cursor = (key[0], key[1] + 1)
 
-    def _return(self, event: Returned, key: Key, life: _Life) -> None:
-        if life.stage is SampleStage.TO_BE_REDRAWN:
-            self._break("a sample returns once it was drawn", [key])
-        if key[:3] != life.key[:3] or not 0 <= key[3] - life.key[3] <= 1:
-            self._break("a sample keeps its row, and a return adds at most one attempt", [key])
-        _count(self.account.returned, event.reason)
-        self._lives[key[:2]] = _Life(key, SampleStage.TO_BE_REDRAWN)
-
-    def _train(self, event: Trained, key: Key, life: _Life) -> None:
-        self.account.trained += 1
-        if life.stage is not SampleStage.PACKED or life.pack_id != event.pack_id:
-            self._break("a sample is trained in the pack that it was packed into", [key])
-        if life.version is not None and life.version < event.version - self._window:
-            self._break("nothing is trained that is older than the version window", [key])
-        self._end(event, key)
-
-    def _end(self, event: SampleEvent, key: Key) -> None:
-        self._ends[key[:2]] = event.kind
-        del self._lives[key[:2]]
-
     def _miss(self, event: SampleEvent, key: Key) -> None:
         """An event of a sample that is not in hand."""
         end = self._ends.get(key[:2])
-        match event:
-            case Trained():
-                self.account.trained += 1
-            case Quarantined():
-                _count(self.account.quarantined, event.reason)
-            case Unused():
-                _count(self.account.unused, event.reason)
         if event.kind == end == "trained":
             self._break("no sample is trained twice", [key])
         elif end is not None:
@@ -358,14 +357,5 @@ class Replay:
         else:
             self._break(f"a sample is drawn before it is {event.kind}", [key])
 
-    def _move(self, life: _Life, before: Sequence[SampleStage], after: SampleStage, rule: str) -> None:
-        if life.stage not in before:
-            self._break(f"a sample is {rule}", [life.key])
-        life.stage = after
-
     def _break(self, rule: str, samples: Sequence[Key]) -> None:
         self._broken.setdefault(rule, []).extend(samples)
-
-
-def _count(counts: dict[str, int], name: str) -> None:
-    counts[name] = counts.get(name, 0) + 1

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, reward_ratios
-from swift_stage2.telemetry.timing import NANOSECONDS, Activity
+from swift_stage2.telemetry.timing import NANOSECONDS
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
-    from torch.utils.tensorboard import FileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/", "rollouts_dropped_s
 
 
 def scalars_of_merge(
-    totals: Mapping[str, float], activity_ns: Mapping[Activity, int], window_start: Mapping[str, float]
+    totals: Mapping[str, float], activity_ns: Mapping[str, int], window_start: Mapping[str, float]
 ) -> dict[str, float]:
     """Every scalar of one logging step, of all ranks. ``window_start`` holds the counters at the one before."""
     # Stages that this run does not time one by one, and groups that it does not make, would be lines at zero.
@@ -63,7 +63,7 @@ def _schedule(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _activities(activity_ns: Mapping[Activity, int]) -> dict[str, float]:
+def _activities(activity_ns: Mapping[str, int]) -> dict[str, float]:
     times = {f"{PREFIX}time/learner_{activity}": ns / NANOSECONDS for activity, ns in activity_ns.items()}
     return times | {f"{PREFIX}time/learner_wall": sum(activity_ns.values()) / NANOSECONDS}
 
@@ -73,23 +73,22 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._writer: FileWriter | None = None
+        self._writer: SummaryWriter | None = None
         self._closed = directory is None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float], *, flush: bool = True) -> None:
-        """Write all ``scalars``, by full tag, as one event."""
+        """Write all ``scalars``, by full tag."""
         if self._closed or not scalars:
             return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         with self._until_full():
             if self._writer is None:
-                self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
-            self._writer.add_summary(Summary(value=values), step)
+                self._writer = SummaryWriter(str(self._directory), filename_suffix=".stage2")
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, step)
             if flush:
-                self._writer.event_writer.flush()
+                self._writer.flush()
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called again."""

@@ -12,11 +12,11 @@ import os
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
@@ -33,13 +33,12 @@ from swift_stage2.telemetry.events import (
     Start,
     Step,
 )
-from swift_stage2.whole_file import MOST_BYTES, flush_directory, open_regular, regular_lines
+from swift_stage2.whole_file import MOST_BYTES, flush_directory, open_regular
 
 EventT = TypeVar("EventT", bound=Event)
 Process = Sequence[AnyEvent]
 """What one process wrote; the first event is its ``Start``, unless a log begins without one."""
 _FOLDER = "events"
-_CHUNK_BYTES = 1 << 20
 
 
 def event_path(run_dir: Path, rank: int) -> Path:
@@ -48,9 +47,6 @@ def event_path(run_dir: Path, rank: int) -> Path:
 
 class EventLog:
     """Appends one rank's events. Safe for any number of threads; only ``flush_to_disk`` raises for the disk's sake."""
-
-    put: ClassVar[Callable[[int, bytes], int]] = staticmethod(os.write)
-    """How bytes reach a descriptor; the fault bench sets a slow one."""
 
     def __init__(self, path: Path | None) -> None:
         """``path`` None keeps nothing."""
@@ -107,7 +103,7 @@ class EventLog:
                 assert self._path is not None
                 self._descriptor = _open_behind_last_line(self._path)
             while rest:
-                rest = rest[EventLog.put(self._descriptor, rest) :]
+                rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
             self._fail(error)
             return 0
@@ -163,30 +159,28 @@ class EventTail:
         self._offset = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Those that have become whole since the last call, of which few are held at a time."""
-        while lines := self._next_lines():
-            yield from lines
-
-    def read(self) -> Iterator[AnyEvent]:
-        events = (event_of(line) for line in self.lines())
-        return (event for event in events if event is not None)
-
-    def _next_lines(self) -> list[bytes]:
+        """Those that have become whole since the last call. Raises UserError: the file cannot be read."""
         try:
             with open_regular(self._path) as file:
                 file.seek(self._offset)
-                data = file.read(_CHUNK_BYTES) + file.readline(MOST_BYTES)
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines()
+                while (line := file.readline(MOST_BYTES)).endswith(b"\n"):
+                    self._offset += len(line)
+                    yield line
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(
+                "an event log can be read", got=f"path={self._path}: {error}", remedy="make it readable"
+            ) from error
+
+    def read(self) -> Iterator[AnyEvent]:
+        events = map(event_of, self.lines())
+        return (event for event in events if event is not None)
 
 
 def read_events(path: Path) -> list[AnyEvent]:
-    """The events of one log. Raises OSError: it cannot be read."""
-    events = (event_of(line) for line in regular_lines(path) if line.endswith(b"\n"))
-    return [event for event in events if event is not None]
+    """The events of one log; none without the file. Raises UserError: it cannot be read."""
+    return [*EventTail(path).read()]
 
 
 def log_paths(run_dir: Path) -> dict[int, Path]:
@@ -207,12 +201,7 @@ def read_logs(run_dirs: Sequence[Path]) -> dict[int, list[AnyEvent]]:
         if not paths:
             raise no_log(run_dir)
         for rank, path in paths.items():
-            try:
-                logs[rank] += read_events(path)
-            except OSError as error:
-                raise UserError(
-                    "an event log can be read", got=f"path={path}: {error}", remedy="make it readable"
-                ) from error
+            logs[rank] += read_events(path)
     return dict(logs)
 
 

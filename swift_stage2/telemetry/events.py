@@ -73,14 +73,11 @@ class Start(Event):
     run_id: str
     step: int
     world_size: int
-    total_steps: int = 0
     queue_limit: int | None = None
     version_window: int = 0
     similarity: str = "IoU"
     save_id: str | None = None
     state: StreamState | None = None
-    seed: int = 0
-    decoding: Mapping[str, Any] = {}
     config: Mapping[str, Any] = {}
     surroundings: Mapping[str, Any] = {}
 
@@ -100,7 +97,6 @@ class Step(Event):
     round_pending: bool
     round_in_transfer: bool = False
     plan_seconds: float
-    num_tokens: int
     num_supervised_tokens: int
     packs: Mapping[str, int]
     activity_ns: NsByActivity
@@ -115,7 +111,6 @@ class Step(Event):
             skip_reason=plan.skip_reason,
             version=version,
             version_lag=max((version - pack.version for pack in packs), default=None),
-            num_tokens=sum(pack.num_tokens for pack in packs),
             num_supervised_tokens=sum(pack.num_supervised_tokens for pack in packs),
             packs={pack.pack_id: pack.version for pack in packs},
             activity_ns={},
@@ -129,14 +124,6 @@ class Losses(Event):
     kind: Literal["losses"] = "losses"
     step: int
     losses: tuple[str, ...]
-
-
-class Loss(Event):
-    """The loss as ms-swift logs it."""
-
-    kind: Literal["loss"] = "loss"
-    step: int
-    loss: float
 
 
 class Round(Event):
@@ -169,10 +156,8 @@ class Metrics(Event):
 
     kind: Literal["metrics"] = "metrics"
     step: int | None
-    epoch: float | None
     numbers: Mapping[str, float]
     activity_ns: NsByActivity
-    wall_ns: int
     pipeline_ns: NsByActivity | None = None
 
 
@@ -187,25 +172,6 @@ class Evaluation(Event):
     end: EvaluationEnd
     counts: EvaluationCounts
     ratios: Mapping[str, float]
-
-
-class EvaluationPost(Event):
-    """A request of an evaluation is over."""
-
-    kind: Literal["post"] = "post"
-    server: str
-    version: int
-    end: str
-    seconds: float
-    rows: tuple[int, ...]
-
-
-class EvaluationFailure(Event):
-    """A row that was given up in an evaluation, and why."""
-
-    kind: Literal["evaluation_failure"] = "evaluation_failure"
-    row: int
-    message: str
 
 
 class Warned(Event):
@@ -225,10 +191,9 @@ class Checkpoint(Event):
 
 
 class End(Event):
-    """The process ended in order and writes nothing after this; ``unused_b`` says why B was wanted and hardly ran."""
+    """The process ended in order and writes nothing after this."""
 
     kind: Literal["end"] = "end"
-    unused_b: str = ""
 
 
 class Damaged(Event):
@@ -294,10 +259,9 @@ class Advantages(Event):
 
 
 class Match(Event):
-    """The whole match of a rollout of one of the rows that ``telemetry.gallery_rows`` keeps, or of an evaluation."""
+    """The whole match of a rollout of one of the rows that ``telemetry.gallery_rows`` keeps."""
 
     kind: Literal["match"] = "match"
-    purpose: Literal["training", "evaluation"]
     sample: Key
     version: int
     images: tuple[str | None, ...]
@@ -377,7 +341,7 @@ class Unused(Event):
 
 SampleEvent = Drawn | Sent | Finished | Cut | Matched | Packed | Returned | Trained | Quarantined | Unused
 AnyEvent = (
-    Start | Step | Losses | Loss | Round | FailedPosts | Metrics | Evaluation | EvaluationPost | EvaluationFailure
+    Start | Step | Losses | Round | FailedPosts | Metrics | Evaluation
     | Warned | RecordedCompletion | Advantages | Match | Checkpoint | End | Damaged | SampleEvent
 )  # fmt: skip
 EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])

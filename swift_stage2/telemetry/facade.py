@@ -22,7 +22,6 @@ from swift_stage2.telemetry.event_log import EventLog, event_path
 from swift_stage2.telemetry.events import (
     End,
     Evaluation,
-    Loss,
     Losses,
     Metrics,
     Round,
@@ -31,7 +30,7 @@ from swift_stage2.telemetry.events import (
     Warned,
 )
 from swift_stage2.telemetry.metrics import PREFIX, Counters, Gather, merged
-from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
+from swift_stage2.telemetry.recorders import PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
 from swift_stage2.telemetry.timing import ActivityClock, Trace
 
@@ -46,8 +45,8 @@ _UNANSWERED = {  # why, and what helps, by how an evaluation ended
 
 
 class Telemetry:
-    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``log``, ``trace``,
-    ``pipeline`` and ``evaluation``, which any thread may use."""
+    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``log``, ``trace`` and
+    ``pipeline``, which any thread may use."""
 
     def __init__(
         self,
@@ -80,13 +79,10 @@ class Telemetry:
 
         self.log = EventLog(event_path(run_dir, rank) if events else None)
         self._records = records
-        matches = MatchKeeper(self.log, kept_rows)
-        self.pipeline = PipelineRecorder(self.counters, self.log, matches, self.trace, records)
-        self.evaluation = EvaluationRecorder(self.log, matches)
+        self.pipeline = PipelineRecorder(self.counters, self.log, self.trace, records, kept_rows)
         self._board = TensorBoardSink(run_dir / "runs" if tensorboard and rank == 0 else None)
         self._say = say
         self._told_ns = self.clock.state_dict()  # by events of steps
-        self._total_steps = total_steps
         self._status = StatusLine(total_steps, queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
@@ -97,14 +93,7 @@ class Telemetry:
     def record_start(self, **facts: Any) -> None:
         """Write down once what a run, or a resumed part of it, begins with: ``facts`` of the event ``Start``."""
         self._has_started = True
-        self.log.write(
-            Start(
-                world_size=self._world_size,
-                total_steps=self._total_steps,
-                queue_limit=self._queue_limit,
-                **facts,
-            )
-        )
+        self.log.write(Start(world_size=self._world_size, queue_limit=self._queue_limit, **facts))
 
     def record_step(self, told: Step) -> None:
         """Count one step when its plan is made, and write it down with the time since the step before."""
@@ -176,9 +165,8 @@ class Telemetry:
         """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, else empty."""
         return why_b_is_unused(self.counters.state_dict(), self._num_errors)
 
-    def record_loss(self, step: int, loss: float) -> None:
-        """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
-        self.log.write(Loss(step=step, loss=loss))
+    def record_loss(self, loss: float) -> None:
+        """Say the line of the last logging step, with the loss that ms-swift logs there: a mean over all ranks."""
         self._say_status(loss)
 
     def record_warning(self, message: str) -> None:
@@ -197,7 +185,7 @@ class Telemetry:
         if self._queue_limit is not None:
             self.counters.set("queue_limit", self._queue_limit)
             self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
-        numbers, (activity_ns, wall_ns) = self.counters.snapshot(), self.clock.read_ns()
+        numbers, activity_ns = self.counters.snapshot(), self.clock.state_dict()
         told = [json.loads(text) for text in gather(json.dumps([numbers, activity_ns]))]
         totals = merged([numbers for numbers, _ in told])
         spent_ns = {activity: sum(spent[activity] for _, spent in told) for activity in activity_ns}
@@ -206,7 +194,7 @@ class Telemetry:
         self._status.take(step, epoch, totals)
         self._window_start = totals
         self.counters.set("ver_lag", None)
-        self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
+        self._tell_metrics(step, numbers, activity_ns)
         self._board.write_scalars(step, values)
         return values
 
@@ -233,8 +221,8 @@ class Telemetry:
             return
         self._closed = True
         if self._has_started:
-            self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
-        self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
+            self._tell_metrics(None, self.counters.snapshot(), self.clock.state_dict())
+        self.log.close(End() if self._has_started else None)
         if self.log.failure:
             logger.warning("the event log lacks its end: %s", self.log.failure)
         self._board.close()
@@ -264,23 +252,10 @@ class Telemetry:
                 self.counters.raise_to("ver_lag", told.version_lag)
 
     def _tell_metrics(
-        self,
-        step: int | None,
-        numbers: Mapping[str, float],
-        activity_ns: Mapping[Any, int],
-        wall_ns: int,
-        epoch: float | None = None,
+        self, step: int | None, numbers: Mapping[str, float], activity_ns: Mapping[str, int]
     ) -> None:
-        self.log.write(
-            Metrics(
-                step=step,
-                epoch=epoch,
-                numbers=numbers,
-                activity_ns=activity_ns,
-                wall_ns=wall_ns,
-                pipeline_ns=None if self._queue_limit is None else self.pipeline.clock.state_dict(),
-            )
-        )
+        pipeline_ns = None if self._queue_limit is None else self.pipeline.clock.state_dict()
+        self.log.write(Metrics(step=step, numbers=numbers, activity_ns=activity_ns, pipeline_ns=pipeline_ns))
 
     def _say_status(self, loss: float | None) -> None:
         if (line := self._status.line(loss)) and self._say is not None:

@@ -1,7 +1,4 @@
-"""Turns what channel B's pipeline and evaluations report into counters, gauges, events and spans.
-
-One recorder each, so that nothing of an evaluation reaches the account or the counters of what trains.
-"""
+"""Turns what channel B's pipeline reports into counters, gauges, events and spans."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from swift_stage2.columns import given_by
 from swift_stage2.records import (
@@ -31,8 +27,6 @@ from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import (
     Advantages,
     Cut,
-    EvaluationFailure,
-    EvaluationPost,
     FailedPosts,
     Match,
     Matched,
@@ -45,7 +39,6 @@ from swift_stage2.telemetry.timing import IntervalClock, PipelineActivity, Trace
 logger = logging.getLogger(__name__)
 
 MOST_MATCH_BYTES = 64 * 2**20
-_EVALUATED_ROWS = 64
 _CUT_BY_OUR_OWN_STOP = "stopped"
 _MOST_TOLD = 20
 
@@ -58,55 +51,17 @@ def rows_to_keep(num_rows: int, num_kept: int, seed: int) -> frozenset[int]:
     return frozenset(random.Random(seed).sample(range(num_rows), min(num_kept, num_rows)))
 
 
-class MatchKeeper:
-    """Keeps whole the matches of ``rows`` of the training set, and of the first rows of a validation set."""
-
-    def __init__(self, log: EventLog, rows: Container[int]) -> None:
-        self._log = log
-        self._rows = {"training": rows, "evaluation": range(_EVALUATED_ROWS) if rows else ()}
-        self._num_bytes = 0
-
-    def keep(
-        self,
-        purpose: Literal["training", "evaluation"],
-        rollout: Rollout,
-        target: Target,
-        space: tuple[int, int] | None,
-    ) -> None:
-        match, key = target.match, rollout.sample.key
-        if key.index not in self._rows[purpose] or self._num_bytes > MOST_MATCH_BYTES:
-            return
-        if match is None or space is None:
-            return
-        self._num_bytes += self._log.write(
-            Match(
-                purpose=purpose,
-                sample=key,
-                version=rollout.version,
-                images=image_paths(rollout.sample.row),
-                space=space,
-                truth=match.truth,
-                predicted=match.predicted,
-                pairs=tuple((prediction, truth, round(iou, 4)) for prediction, truth, iou in match.pairs),
-                rollout=rollout.text,
-                target=target.text,
-                truncated=rollout.truncated,
-                dropped=target.quality.dropped,
-                reward={term: round(value, 4) for term, value in target.quality.reward.items()},
-            )
-        )
-
-
 @dataclass(eq=False)
 class PipelineRecorder:
     """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
 
     counters: Counters
     log: EventLog
-    matches: MatchKeeper
     trace: Trace
     records: bool = False
     """Whether answers are kept for a replay."""
+    kept_rows: Container[int] = ()
+    """Of the data set; their matches are kept whole."""
 
     def __post_init__(self) -> None:
         self.clock = IntervalClock(
@@ -116,6 +71,7 @@ class PipelineRecorder:
         self._posts_lock = threading.Lock()
         self._last_progress_s = time.monotonic()
         self._num_quarantined = 0
+        self._num_match_bytes = 0
 
     @property
     def progress_s_ago(self) -> float:
@@ -172,7 +128,7 @@ class PipelineRecorder:
         """A rollout was parsed, matched and corrected; ``space`` is that of the boxes, width and height."""
         self._count_quality(target.quality)
         # First, so that whoever reads of it has read the whole match.
-        self.matches.keep("training", rollout, target, space)
+        self._keep_match(rollout, target, space)
         self.log.write(
             Matched.of(
                 rollout,
@@ -223,6 +179,29 @@ class PipelineRecorder:
             last = "; the event log holds those to come" if self._num_quarantined == _MOST_TOLD else ""
             logger.warning("a sample is given up (%s): %s: %s%s", reason, origin or key, message, last)
 
+    def _keep_match(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        match, key = target.match, rollout.sample.key
+        if key.index not in self.kept_rows or self._num_match_bytes > MOST_MATCH_BYTES:
+            return
+        if match is None or space is None:
+            return
+        self._num_match_bytes += self.log.write(
+            Match(
+                sample=key,
+                version=rollout.version,
+                images=image_paths(rollout.sample.row),
+                space=space,
+                truth=match.truth,
+                predicted=match.predicted,
+                pairs=tuple((prediction, truth, round(iou, 4)) for prediction, truth, iou in match.pairs),
+                rollout=rollout.text,
+                target=target.text,
+                truncated=rollout.truncated,
+                dropped=target.quality.dropped,
+                reward={term: round(value, 4) for term, value in target.quality.reward.items()},
+            )
+        )
+
     def _stage(self, name: str, seconds: float) -> None:
         self.counters.add(f"stage_seconds/{name}", max(0.0, seconds))
         if name != "rollout":  # its POSTs have spans of their own
@@ -241,29 +220,3 @@ class PipelineRecorder:
             add(f"objects_dropped/{reason}", count)
         for term, value in quality.reward.items():
             add(REWARD + term, value)
-
-
-class EvaluationRecorder:
-    def __init__(self, log: EventLog, matches: MatchKeeper) -> None:
-        self._log = log
-        self._matches = matches
-        self._versions: dict[SampleKey, int] = {}  # of the POST that is out with it
-
-    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
-        """A POST begins."""
-        self._versions.update(dict.fromkeys(keys, version))
-
-    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
-        """It is over; its ticket is still held."""
-        for key in keys:  # of one POST, so of one version
-            version = self._versions.pop(key)
-        rows = tuple(key.index for key in keys)
-        self._log.write(EvaluationPost(server=server, version=version, end=end, seconds=seconds, rows=rows))
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        """A sample was answered; ``space`` is that of the boxes, width and height."""
-        self._matches.keep("evaluation", rollout, target, space)
-
-    def given_up(self, index: int, message: str) -> None:
-        """Row ``index`` of the validation set counts as failed."""
-        self._log.write(EvaluationFailure(row=index, message=message))

@@ -14,7 +14,7 @@ from pathlib import Path
 from swift_stage2.records import ServerReport
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
-from swift_stage2.telemetry.events import End, Round
+from swift_stage2.telemetry.events import Round
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Merge
 from swift_stage2.telemetry.timing import in_seconds
 
@@ -63,7 +63,7 @@ class RunSummary:
     activity: Mapping[int, Mapping[str, float]]
     """By rank, seconds of its main thread in each activity, which add up to wall time."""
     unused_b: str
-    """Why channel B hardly ran, as the run told at its end."""
+    """Why channel B hardly ran, in a sentence without a full stop; empty if it did."""
 
 
 def summarise(run_dir: Path) -> RunSummary:
@@ -91,6 +91,7 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
     )
     rounds = [each for each in first.of(Round) if each.kind == "round"]
     servers = [server for each in rounds for server in each.servers.values()]
+    errors = _count(str(server.error) for server in servers if not server.proven)
     return RunSummary(
         num_steps=len(steps),
         num_b_wanted=sum(step.wants_b for step in steps),
@@ -116,11 +117,11 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
         phase_seconds=_phases(rounds, servers),
         proofs=_count(server.proof for server in servers if server.proven),
         transports=_count(server.transport for server in servers if server.transport),
-        server_errors=_count(str(server.error) for server in servers if not server.proven),
+        server_errors=errors,
         activity={
             rank.rank: in_seconds(rank.metrics.activity_ns) for rank in ranks if rank.metrics is not None
         },
-        unused_b=first.of(End)[-1].unused_b if first.has_ended else "",
+        unused_b=why_b_is_unused(totals, errors) if first.metrics is not None else "",
     )
 
 

@@ -55,7 +55,7 @@ class IntervalClock(Generic[ActivityT]):
         self._lock = threading.Lock()
         self._total_ns: dict[ActivityT, int] = dict.fromkeys(type(first), 0)
         self._current = first
-        self._began_ns = self._since_ns = self._started_ns = now_ns()
+        self._began_ns = self._since_ns = now_ns()
 
     @property
     def current(self) -> ActivityT:
@@ -66,35 +66,28 @@ class IntervalClock(Generic[ActivityT]):
         with self._lock:
             return self._begin(activity)
 
-    def switch_from(self, ended: ActivityT, activity: ActivityT) -> bool:
-        """Switch, but only if ``ended`` is what the actor does now; whether it was."""
+    def switch_from(self, ended: ActivityT, activity: ActivityT) -> None:
+        """Switch, but only if ``ended`` is what the actor does now."""
         with self._lock:
-            if self._current is not ended:
-                return False
-            self._begin(activity)
-            return True
+            if self._current is ended:
+                self._begin(activity)
 
     def end_interval(self) -> None:
         """End the current interval, so that ``on_closed`` gets it too; the actor goes on with what it does."""
         with self._lock:
             self._begin(self._current)
 
-    def read_ns(self) -> tuple[dict[ActivityT, int], int]:
-        """Nanoseconds per activity until now, and the wall time of the same moment, which is exactly their sum."""
+    def state_dict(self) -> dict[str, int]:
+        """Nanoseconds per activity until now; time between two processes of a run belongs to none."""
         with self._lock:
             self._count()
-            return dict(self._total_ns), self._since_ns - self._started_ns
-
-    def state_dict(self) -> dict[str, int]:
-        """The totals, for a checkpoint; time between two processes of a run belongs to no activity."""
-        return {str(activity): total for activity, total in self.read_ns()[0].items()}
+            return {str(activity): total for activity, total in self._total_ns.items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Add the time of the processes before this one."""
         with self._lock:
             for activity in self._total_ns:
                 self._total_ns[activity] += state.get(activity, 0)
-                self._started_ns -= state.get(activity, 0)
 
     def _begin(self, activity: ActivityT) -> ActivityT:
         self._count()

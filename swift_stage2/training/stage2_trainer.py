@@ -375,7 +375,7 @@ class _Stage2Callback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         loss = (logs or {}).get("loss")  # evaluations and the end of training are logged without one
         if loss is not None and self._trainer.stage2 is not None:
-            self._trainer.stage2.telemetry.record_loss(state.global_step, float(loss))
+            self._trainer.stage2.telemetry.record_loss(float(loss))
 
 
 def _write_state(directory: Path, **state: Any) -> None:

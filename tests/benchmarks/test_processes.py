@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 import psutil
@@ -34,15 +31,6 @@ def before() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def test_commands_run_one_after_another_each_with_its_environment_and_log(tmp_path: Path) -> None:
-    with Processes(tmp_path) as processes:
-        for word in ("one", "two"):
-            command = _python(f"import os; print({word!r}, os.environ['EXTRA'])")
-            processes.run(word, command, deadline_s=PATIENCE_S, environment={"EXTRA": word * 2})
-    assert (tmp_path / "one.log").read_text() == "one oneone\n"
-    assert (tmp_path / "two.log").read_text() == "two twotwo\n"
-
-
 def test_a_failure_names_status_cause_and_log(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes, pytest.raises(ChildFailed) as caught:
         processes.run("child", _python("raise RuntimeError('no luck')"), deadline_s=PATIENCE_S)
@@ -54,26 +42,6 @@ def test_a_command_that_misses_its_deadline_is_ended_with_all_below_it(
 ) -> None:
     with pytest.raises(ChildFailed, match="it did not happen within 0 s"), Processes(tmp_path) as processes:
         processes.run("child", _python(STUBBORN), deadline_s=0.0)
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
-def test_a_signal_ends_everything_and_interrupts_the_caller(
-    tmp_path: Path, before: set[psutil.Process]
-) -> None:
-    log = tmp_path / "child.log"
-
-    def interrupt_once_it_runs() -> None:
-        while not log.exists() or not log.read_text().endswith("\n"):
-            log_is_there.wait(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    log_is_there = threading.Event()
-    interrupting = threading.Thread(target=interrupt_once_it_runs, daemon=True)
-    interrupting.start()
-    with pytest.raises(KeyboardInterrupt), Processes(tmp_path) as processes:
-        processes.run("child", _python(STUBBORN), deadline_s=PATIENCE_S)
-    interrupting.join(PATIENCE_S)
-    assert not psutil.pid_exists(int(log.read_text()))
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from builders import cut_of, matched_of
-from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
@@ -338,7 +337,6 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
             make_request=encoder.request,
             preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             decoding=DecodingConfig(),
-            events=EvaluationRecorder(),
         )
         pipelines: list[Pipeline] = []
         queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))

@@ -24,8 +24,7 @@ from swift_stage2.channel_b import preprocessing_process
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, ScoredRollout
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, write_scenes
 from swift_stage2.errors import ConfigError, PreprocessorLost, SampleError
 from swift_stage2.records import Pack, Rollout, Segment
 

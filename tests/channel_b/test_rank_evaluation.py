@@ -44,23 +44,12 @@ def encoder() -> Encoder:
 
 class Recorder:
     def __init__(self) -> None:
-        self.given_up_rows: dict[int, str] = {}
         self.posts: list[tuple[str, int]] = []
-        self.ends: list[str] = []
-        self.matches: list[tuple[int, Target, tuple[int, int] | None]] = []
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         self.posts.append((server, version))
 
-    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
-        self.ends.append(end)
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        self.matches.append((rollout.sample.key.index, target, space))
-
-    def given_up(self, index: int, message: str) -> None:
-        assert index not in self.given_up_rows, "given up twice"
-        self.given_up_rows[index] = message
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
 
 
 class StandInClient:
@@ -109,7 +98,6 @@ class Scene:
     ) -> None:
         task = make_task() if task is None else task
         self.client: Any = StandInClient(encoder) if client is None else client
-        self.events = Recorder()
         defaults: dict[str, Any] = {"num_samples": NUM_SAMPLES, "world_size": 2}
         self.part = RankEvaluation(
             rows,
@@ -119,7 +107,6 @@ class Scene:
             make_request=encoder.request,
             preprocessor=Preprocessor(encoder, task, packing_length=PACKING_LENGTH),
             decoding=DECODING,
-            events=self.events,
             **(defaults | settings),
         )
 
@@ -245,7 +232,7 @@ def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
     )
     assert scene.part.is_finished
     assert scene.part.end() == EvaluationCounts(num_wanted=5, num_failed=5)
-    assert scene.events.given_up_rows == dict.fromkeys((0, 2, 4, 6, 8), "no answer to 3 requests")
+    assert failures_of(scene.part) == dict.fromkeys((0, 2, 4, 6, 8), "no answer to 3 requests")
 
 
 def test_rows_that_cannot_be_used_fail_and_the_others_count(encoder: Encoder, rows: Rows) -> None:
@@ -263,10 +250,19 @@ def test_rows_that_cannot_be_used_fail_and_the_others_count(encoder: Encoder, ro
     assert scene.part.is_finished
     counts = scene.part.end()
     assert (counts.num_wanted, counts.num_answered, counts.num_failed) == (5, 2, 3)
-    assert scene.events.given_up_rows.keys() == {0, 2, 4}
-    assert "poison" in scene.events.given_up_rows[0]
-    assert "readable file" in scene.events.given_up_rows[2]
-    assert "the server's prompt must equal" in scene.events.given_up_rows[4]
+    failures = failures_of(scene.part)
+    assert failures.keys() == {0, 2, 4}
+    assert "poison" in failures[0]
+    assert "readable file" in failures[2]
+    assert "the server's prompt must equal" in failures[4]
+
+
+def failures_of(part: RankEvaluation) -> dict[int, str]:
+    """Of the evaluation that ended last, by row; each once."""
+    told = [json.loads(line) for line in part.lines.splitlines()]
+    failed = [(row["row"], row["failure"]) for row in told if "failure" in row]
+    assert len(dict(failed)) == len(failed)
+    return dict(failed)
 
 
 def _target(quality: MatchQuality, metrics: dict[str, tuple[float, float]]) -> Target:
@@ -318,8 +314,8 @@ def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training
         assert call.config["top_p"] == DECODING.top_p
         assert call.config["max_tokens"] == DECODING.max_new_tokens
         assert not any(map(may_abort, call.requests)), "a server waits with new weights for them"
-        assert (scene.events.posts, training.posts) == ([(server.url, 5)], [])
+        assert training.posts == []
         sample = Sample(SampleKey(0, 0, 0), rows[0])
         rollout_batch.generate(client, [sample], [encoder.request(sample)])
         assert server.calls[-1].config["temperature"] == DECODING.temperature
-        assert (len(scene.events.posts), training.posts) == (1, [(server.url, 5)])
+        assert training.posts == [(server.url, 5)]

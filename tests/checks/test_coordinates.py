@@ -19,8 +19,7 @@ from PIL import Image
 
 from swift_stage2.checks.checks import Verdict
 from swift_stage2.checks.coordinates import Reading, check_coordinates, judge, read_numbers
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]

@@ -31,8 +31,7 @@ from swift_stage2.checks.packing_isolation import (
     measure_isolation,
 )
 from swift_stage2.config import MissedOrder
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.records import Sample
 

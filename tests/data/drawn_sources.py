@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from swift_stage2.data import import_command
-from swift_stage2.data.fault import Rule
+from swift_stage2.data.files import Rule
 from swift_stage2.data.sources import ImportIssue
 from swift_stage2.data.survey import survey
 

@@ -11,7 +11,7 @@ import pytest
 from commands import run_command, run_python
 from row_files import make_image, make_row, write_rows
 
-from swift_stage2.data.check_command import main
+from swift_stage2.data.survey import main
 
 PATIENCE_S = 120
 
@@ -49,7 +49,7 @@ BARE = {"objects": None, "messages": make_row("", answer="A room.")["messages"]}
 @pytest.mark.parametrize(
     ("changes", "options", "status", "told"),
     [
-        ({}, (), 0, "1 rows of 1 file(s), every one checked, in "),
+        ({}, (), 0, "1 rows of 1 file(s), every one checked: no fault"),
         (
             {"images": ["turned.jpg"]},
             (),
@@ -61,7 +61,7 @@ BARE = {"objects": None, "messages": make_row("", answer="A room.")["messages"]}
         (BARE, ("--task", "counting"), 0, "images; objects and answers of task counting were not checked\n"),
         (BARE | {"images": ["gone.png"]}, ("--task", "counting"), 1, "image readable"),
         ({}, ("--task", "mine", "--dialect", "point_list"), 1, "a point must be two numbers"),
-        ({}, ("--dialect", "point_list"), 2, "must be one of task detection, got dialect=point_list"),
+        ({}, ("--dialect", "point_list"), 1, "a point must be two numbers"),
         ({}, ("--dialect", "yaml"), 2, "invalid choice: 'yaml'"),
         ({}, ("absent.jsonl",), 2, "a data set must be a readable UTF-8 file, got absent.jsonl"),
         ({}, ("/",), 2, "a data set must be a readable UTF-8 file, got /"),

@@ -28,7 +28,7 @@ def row(tmp_path: Path) -> dict[str, Any]:
 
 
 def drawn(drawing: Drawing, row: dict[str, Any], size: tuple[int, int] = (384, 384)) -> Image.Image:
-    return draw(drawing, row["images"][0], size, "IoU")
+    return draw(drawing, row["images"][0], size)
 
 
 def is_near(picture: Image.Image, place: tuple[int, int], colour: Colour) -> bool:
@@ -47,19 +47,7 @@ def test_true_matched_missed_and_false_boxes_have_colours_of_their_own(row: dict
         assert is_near(picture, place, colour), (place, colour)
     for place in ((150, 150), (340, 130), (50, 340), (375, 375)):
         assert is_near(picture, place, WHITE), "nothing but outlines"
-    assert picture.size[0] == 384
-    assert picture.size[1] > 384, "the legend is below the picture"
-
-
-def test_labels_stand_on_their_colour_above_predictions_and_below_the_truth(row: dict[str, Any]) -> None:
-    picture = drawn(BOXES, row)
-    for place, colour in (
-        ((111, 95), MATCHED),
-        ((101, 204), TRUTH),
-        ((21, 285), FALSE),
-        ((301, 164), MISSED),
-    ):
-        assert is_near(picture, place, colour), (place, colour)
+    assert picture.size == (384, 384)
 
 
 def test_points_are_drawn_as_rings_and_crosses(row: dict[str, Any]) -> None:
@@ -95,17 +83,10 @@ def test_a_small_image_is_enlarged_and_a_large_one_reduced(tmp_path: Path) -> No
     for name, size in (("small.png", (100, 50)), ("large.jpg", (2000, 1000))):
         Image.new("RGB", size, "white").save(tmp_path / name)
         box = tuple(share * size[axis % 2] for axis, share in enumerate((0.5, 0.2, 0.9, 0.8)))
-        found = draw(Drawing((("car", box),), (), ()), str(tmp_path / name), size, "IoU")
+        found = draw(Drawing((("car", box),), (), ()), str(tmp_path / name), size)
         width = {"small.png": 400, "large.jpg": 384}[name]
         assert found.width == width
         assert is_near(found, (width // 2, width // 4), MISSED)
-
-
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "gif", "tiff", "ppm"])
-def test_every_raster_format_is_read(tmp_path: Path, suffix: str) -> None:
-    Image.linear_gradient("L").save(tmp_path / f"a.{suffix}")
-    image, trouble = gallery_image(BOXES, str(tmp_path / f"a.{suffix}"), (384, 384))
-    assert (image.partition(",")[0], trouble) == ("data:image/webp;base64", "")
 
 
 def test_what_is_no_picture_is_one_line(

@@ -22,9 +22,10 @@ from drawn_sources import (
 )
 from PIL import Image
 
-from swift_stage2.data import check_command, import_command
-from swift_stage2.data.fault import Rule
+from swift_stage2.data import import_command
+from swift_stage2.data.files import Rule
 from swift_stage2.data.sources import ImportIssue
+from swift_stage2.data.survey import main as check_main
 from swift_stage2.data.survey import survey
 from swift_stage2.errors import UserError
 
@@ -130,7 +131,7 @@ def test_rows_can_be_read_from_another_folder(
     assert import_command.main(["coco", source.name, "--images", "images", "--output", "rows.jsonl"]) == 0
     assert """a 5" cat → a 5' cat""" in capsys.readouterr().out
     monkeypatch.chdir("/")
-    assert check_command.main(["check", str(tmp_path / "rows.jsonl")]) == 0
+    assert check_main(["check", str(tmp_path / "rows.jsonl")]) == 0
 
 
 IMAGE_A = [picture_of(1, "a.png")]
@@ -324,7 +325,6 @@ def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, ru
         (["--prompt", "<bbox>"], "neither"),
         (["--prompt", "<image><image>"], "once"),
         (["--prompt", "Find {Labels}."], r"knows \{labels\}, got \{Labels\}"),
-        (["--split", "0.0001"], "images on both sides"),
         (["--images", "nowhere"], "--images must be a folder"),
         (["--images", "n" * 300], "--images must be a folder"),
         (["--output", "n" * 300], "--output must be a file that can be written"),

@@ -16,12 +16,11 @@ from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.data import recorded
-from swift_stage2.data.prediction import LabelledBoxes, read_predictions, read_rows
+from swift_stage2.data.prediction import LabelledBoxes, as_line, read_predictions, read_rows
 from swift_stage2.data.recorded import (
     EvaluationKeeper,
     RecordedRow,
     Scored,
-    as_line,
     evaluations_directory,
     read_recorded,
     recorded_row,

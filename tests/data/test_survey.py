@@ -17,8 +17,7 @@ from row_files import ANSWER, make_image, make_row, write_rows
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.channel_b.sample_source import RowOrigins
-from swift_stage2.data.fault import Rule
-from swift_stage2.data.files import local_files
+from swift_stage2.data.files import Rule, local_files
 from swift_stage2.data.picture import look_at
 from swift_stage2.data.survey import MOST_KEPT, survey
 from swift_stage2.errors import DatasetError

@@ -3,17 +3,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from swift_stage2.config import load_config
-from swift_stage2.config.binding import bind
-from swift_stage2.config.root import Stage2Config
 from swift_stage2.demo.demo_config import (
     CHILD_ENVIRONMENT,
     STAGE1,
     DemoJob,
-    config_of,
     write_config,
 )
 
@@ -39,10 +33,3 @@ def test_its_first_line_is_the_command_that_starts_it_again(tmp_path: Path) -> N
     words = shlex.split(path.read_text().splitlines()[0].removeprefix("# "))
     assert words[-3:] == ["swift-stage2", "launch", str(path)]
     assert dict(word.split("=", 1) for word in words[:-3]) == CHILD_ENVIRONMENT
-
-
-@given(st.integers(1, 1000).map(lambda thousandths: thousandths / 1000))
-def test_every_share_of_b_gives_one_server_and_deadlines_that_fit(b_ratio: float) -> None:
-    config = bind(Stage2Config, config_of(_job(Path("/x"), b_ratio), (4001, 4002)))
-    assert len(config.rollout.servers) == len(config.launch.servers) == 1
-    assert config.stage2_ab.schedule.b_ratio == b_ratio

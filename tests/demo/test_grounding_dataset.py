@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_stage2.demo.grounding_dataset import answer_text, write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
+from swift_stage2.demo.scenes import SceneKind, Split, answer_text, make_scene, scene_seed, write_dataset
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

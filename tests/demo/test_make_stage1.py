@@ -11,8 +11,7 @@ import torch
 
 from scripts import make_stage1
 from scripts.make_stage1 import Stage1, evaluate, new_stage1, train, training_scenes
-from swift_stage2.demo.grounding_dataset import grounding_row
-from swift_stage2.demo.scenes import SceneKind, make_scene
+from swift_stage2.demo.scenes import SceneKind, grounding_row, make_scene
 from swift_stage2.demo.tiny_template import load_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]

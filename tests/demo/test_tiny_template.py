@@ -11,8 +11,7 @@ from swift.model import MODEL_MAPPING
 
 from scripts.make_stage1 import Stage1
 from swift_stage2.demo import tiny_template
-from swift_stage2.demo.grounding_dataset import grounding_row
-from swift_stage2.demo.scenes import SceneKind, make_scene
+from swift_stage2.demo.scenes import SceneKind, grounding_row, make_scene
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model
 
 PLUGIN = Path(tiny_template.__file__)

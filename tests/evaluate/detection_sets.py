@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from swift_stage2.data.scores import DetectionData, ObjectArrays
-from swift_stage2.demo.grounding_dataset import grounding_row
+from swift_stage2.demo.scenes import grounding_row
 
 SIDE = 400
 Boxes = Sequence[tuple[str, Sequence[float]]]

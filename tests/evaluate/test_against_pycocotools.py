@@ -1,4 +1,4 @@
-"""AP and AR are pycocotools' own, on 1,000 random cases at once: a class is a case, for COCO counts each alone."""
+"""AP and AR are pycocotools' own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
-import numpy as np
 import pytest
 from detection_sets import random_data
 from pycocotools.coco import COCO
@@ -14,8 +13,6 @@ from pycocotools.cocoeval import COCOeval
 
 from swift_stage2.data.scores import DetectionData, DetectionScores, ObjectArrays
 
-NUM_CASES = 1000
-MOST_DETECTIONS = 100
 TOLERANCE = 1e-6
 
 
@@ -52,25 +49,8 @@ def run(oracle: COCOeval) -> COCOeval:
     with redirect_stdout(StringIO()):
         oracle.evaluate()
         oracle.accumulate()
-        if len(oracle.params.maxDets) == 3:
-            oracle.summarize()
+        oracle.summarize()
     return oracle
-
-
-def test_every_curve_of_a_thousand_cases_is_pycocotools_own() -> None:
-    data = random_data(7, num_images=4, num_classes=NUM_CASES, ties=True)
-    oracle, scores = pycocotools_of(data), DetectionScores(data)
-    oracle.params.maxDets = [MOST_DETECTIONS]  # a third of the time; the other limits are in the means
-    points = scores.points()
-    curves = run(oracle).eval
-    assert curves["precision"].shape[2] == NUM_CASES
-    assert (curves["precision"].max(axis=(0, 1, 3, 4)) > 0).sum() > NUM_CASES / 2
-    for name in ("precision", "recall"):
-        assert np.abs(curves[name][..., 0] - scores._coco.eval[name][..., -1]).max() < TOLERANCE
-    of_cases = curves["precision"][:, :, :, 0, 0].mean(axis=(0, 1))
-    mine = [points.get(f"class/{name}/ap", -1.0) for name in data.classes]
-    assert np.abs(np.array(mine) - of_cases).max() < TOLERANCE
-    assert points["eval/ap"] == pytest.approx(of_cases[of_cases >= 0].mean(), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -82,18 +62,6 @@ def test_every_mean_is_pycocotools_own(seed: int) -> None:
     names += ["ar", "ar_small", "ar_medium", "ar_large"]
     for name, expected in zip(names, oracle.stats, strict=True):
         assert points[f"eval/{name}"] == pytest.approx(expected, abs=TOLERANCE)
-
-
-def test_only_the_best_hundred_of_an_image_and_class_count() -> None:
-    """Most are copies of one box; what finds the other objects comes behind the hundredth."""
-    data = random_data(3, num_images=3, num_classes=2, per_class=60.0)
-    assert np.bincount(data.predicted.images * 2 + data.predicted.labels).max() > 60
-    many = np.repeat(np.arange(len(data.predicted)), 3)
-    crowded = ObjectArrays(
-        *(getattr(data.predicted, name)[many] for name in ("images", "labels", "boxes", "scores"))
-    )
-    data = DetectionData(data.num_images, data.classes, data.truth, crowded)
-    oracle, scores = run(pycocotools_of(data)), DetectionScores(data)
-    points = scores.points()
-    assert points["eval/ap"] == pytest.approx(oracle.stats[0], abs=TOLERANCE)
-    assert points["eval/ar"] == pytest.approx(oracle.stats[8], abs=TOLERANCE)
+    of_classes = oracle.eval["precision"][:, :, :, 0, -1].mean(axis=(0, 1))
+    mine = [points[f"class/{name}/ap"] for name in data.classes]
+    assert mine == pytest.approx(of_classes.tolist(), abs=TOLERANCE)

@@ -125,7 +125,7 @@ def test_a_second_answer_and_scores_in_some_lines_only_are_refused(data: Path, t
         ),
         (
             '{"messages": [{}], "images": ["a.png"], "objects": {"ref": ["a"], "bbox": [[1, 2]]}}',
-            "evaluate measures boxes, got the point bbox=[1, 2]",
+            "a box must be",
         ),
         ("[" * 100_000, "recursion"),
         ("[1]", "val.jsonl:1"),

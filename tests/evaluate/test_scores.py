@@ -10,7 +10,7 @@ from detection_sets import hand_made, random_data
 
 from swift_stage2.channel_b.matching import iou_matrix, match_objects
 from swift_stage2.config import MatchingConfig
-from swift_stage2.data.scores import RATIOS, THRESHOLDS, DetectionData, DetectionScores, ObjectArrays
+from swift_stage2.data.scores import RATIOS, THRESHOLDS, DetectionData, DetectionScores
 from swift_stage2.records import match_ratios
 
 CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)
@@ -41,8 +41,8 @@ def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: 
     data = random_data(seed, num_images=30, num_classes=2, per_class=8.0)
     scores = DetectionScores(data)
     found, by_threshold = scores.points(), [matched_one_by_one(data, float(each)) for each in THRESHOLDS]
-    for threshold, pairs, expected in zip(THRESHOLDS, scores.pairs, by_threshold, strict=True):
-        assert len(pairs) / len(data.truth) == pytest.approx(expected["recall"], abs=1e-12), threshold
+    for threshold, number, expected in zip(THRESHOLDS, scores.num_matched, by_threshold, strict=True):
+        assert number / len(data.truth) == pytest.approx(expected["recall"], abs=1e-12), threshold
     assert {name: found[f"eval/{name}"] for name in by_threshold[0]} == pytest.approx(by_threshold[0])
     for name in ("precision", "recall", "f1"):
         mean = np.mean([each[name] for each in by_threshold])
@@ -52,7 +52,7 @@ def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: 
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_are_told_by_image_with_the_numbers_of_their_objects_there(seed: int) -> None:
     data = random_data(seed, num_images=12, num_classes=2, per_class=4.0)
-    matched = DetectionScores(data).matched()
+    matched = DetectionScores(data).matched
     assert len(matched) == data.num_images
     for image, pairs in enumerate(matched):
         predicted, true = data.predicted.images == image, data.truth.images == image
@@ -78,7 +78,7 @@ def test_every_kind_of_error_is_told_by_its_type() -> None:
     assert errors["Miss"]["lost_ap50"] > 0
 
 
-def test_parts_by_class_number_and_size_add_up() -> None:
+def test_parts_by_class_and_number_add_up() -> None:
     truth = [[], [("car", CAR)], [("car", CAR), ("dog", (0, 0, 32, 31))]]
     predicted = [[("car", CAR)], [("car", CAR)], [("dog", (0, 0, 32, 40))]]
     found = DetectionScores(hand_made(truth, predicted)).points()
@@ -88,9 +88,6 @@ def test_parts_by_class_number_and_size_add_up() -> None:
     assert "objects/0/recall" not in found
     assert found["objects/1/f1"] == 1.0
     assert found["objects/2-3/recall"] == 0.5
-    assert found["size/small/f1"] == 1.0  # the box is medium, its true object small
-    assert found["size/large/recall"] == 0.5
-    assert "size/medium/precision" not in found
 
 
 def test_perfect_empty_and_absent_answers() -> None:
@@ -109,30 +106,6 @@ def test_perfect_empty_and_absent_answers() -> None:
 
 
 ONE_CAR = ("car", (10, 10, 110, 110))
-
-
-def repeated(side: ObjectArrays, weights: np.ndarray) -> ObjectArrays:
-    """The objects of images written out as often as each weighs."""
-    sources = np.repeat(np.arange(len(weights)), weights)
-    places = [
-        (copy, place) for copy, image in enumerate(sources) for place in np.flatnonzero(side.images == image)
-    ]
-    chosen = np.array([place for _, place in places])
-    copies = np.array([copy for copy, _ in places])
-    return ObjectArrays(copies, side.labels[chosen], side.boxes[chosen], side.scores[chosen])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_image_that_weighs_two_is_one_that_is_there_twice(seed: int) -> None:
-    data = random_data(seed, num_images=12, num_classes=3, per_class=2.0)
-    weights = np.random.default_rng(seed).multinomial(12, [1 / 12] * 12)
-    assert weights.max() > 1
-    written_out = DetectionData(
-        12, data.classes, repeated(data.truth, weights), repeated(data.predicted, weights)
-    )
-    expected = DetectionScores(written_out).points()
-    for name, (value,) in DetectionScores(data)._weighted(weights[:, None]).items():
-        assert value == pytest.approx(expected.get(name, np.nan), nan_ok=True), name
 
 
 def found_or_not(found: np.ndarray) -> DetectionScores:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from torchrun_job import Server, start_server
 
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from real_model import read_rows
 from torchrun_job import TEMPLATE, LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.data.check_command import main as data_check
+from swift_stage2.data.survey import main as data_check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -10,8 +10,7 @@ from launched_run import LaunchedRun, write_launch_config
 from live_server import free_port
 from stock_server import CPU_PLUGIN, ENVIRONMENT, TEMPLATE
 
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -17,8 +17,7 @@ from benchmarks.peer import LearnerLoop
 from benchmarks.servers import BenchServers, start_stand_in
 from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.demo.grounding_dataset import write_scenes
-from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.demo.scenes import SceneKind, write_scenes
 
 LATENCY_S = 0.2
 NUM_STEPS = 4

@@ -9,8 +9,7 @@ import pytest
 from stock_server import ServerProcess
 from torchrun_job import LearnerRun, run_learner, write_config
 
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 _NUM_STEPS = 44
 

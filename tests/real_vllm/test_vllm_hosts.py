@@ -10,8 +10,7 @@ from network_hosts import Host, network_hosts
 from our_server import our_arguments
 from stock_server import ENVIRONMENT, stock_arguments
 
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(1800)]
 

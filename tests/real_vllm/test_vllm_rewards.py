@@ -12,8 +12,7 @@ from reward_job import require_equal_log_probs, run_rewards
 from stock_server import ServerProcess
 from torchrun_job import LearnerRun
 
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 
 @pytest.fixture

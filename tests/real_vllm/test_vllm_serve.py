@@ -22,8 +22,7 @@ from weight_updates import make_updates, mark_suspect
 
 from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.config import DecodingConfig
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.errors import ServerFault
 from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
 from swift_stage2.servers import vllm_serve

@@ -13,8 +13,7 @@ from real_model import make_encoder
 from sharded_export import exports_of
 from torchrun_job import ENVIRONMENT, LearnerRun, Server, run_learner, start_server, write_config
 
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 
 pytest.importorskip("deepspeed")
 

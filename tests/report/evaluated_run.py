@@ -7,9 +7,8 @@ from pathlib import Path
 
 from run_files import RunFiles
 
-from swift_stage2.data.prediction import LabelledBoxes
-from swift_stage2.data.recorded import RecordedRow, as_line, evaluation_file, evaluations_directory
-from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
+from swift_stage2.data.prediction import LabelledBoxes, as_line
+from swift_stage2.data.recorded import RecordedRow, evaluation_file, evaluations_directory
 
 Objects = Sequence[tuple[str, Sequence[int]]]
 Scene = Mapping[int, Objects]
@@ -46,7 +45,6 @@ def evaluated_run(
 
 
 def write_file(run: RunFiles, truth: Scene, said: Scene) -> None:
-    evaluation = RunningEvaluation(due_step=run.step, begun_step=run.step, version=run.version)
     rows = [
         RecordedRow(
             image=f"{row}.png",
@@ -63,7 +61,7 @@ def write_file(run: RunFiles, truth: Scene, said: Scene) -> None:
     ]
     path = evaluation_file(evaluations_directory(run.run_dir), run.step, run.version)
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(as_line(row, evaluation) + "\n" for row in rows))
+    path.write_text("".join(as_line(row) + "\n" for row in rows))
 
 
 def _boxes(objects: Objects) -> LabelledBoxes:

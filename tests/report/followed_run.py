@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from builders import completion_of
 from ledger_run import LedgerRun
 
-from swift_stage2.records import MatchQuality, ObjectMatch, Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.telemetry.recorders import MatchKeeper
-
-_MATCH = ObjectMatch(predicted=(("cat", (1, 2, 3, 4)),), truth=(("cat", (1, 2, 3, 4)),), pairs=((0, 0, 0.5),))
-_QUALITY = MatchQuality(1, 1, 1, 0.5, 0, 0)
+from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.telemetry.events import Match
 
 
 class FollowedRun(LedgerRun):
@@ -22,18 +19,16 @@ class FollowedRun(LedgerRun):
     def __init__(self, run_dir: Path, **options: Any) -> None:
         super().__init__(run_dir, **options)
         self.run_id = str(options.get("run_id", "run"))
-        self._matches = MatchKeeper(self.log, range(1000))
 
     def text(self, key: SampleKey) -> str:
         return f"{self.run_id} answers {list(key)}"
 
-    def write_text(
-        self, keys: Sequence[SampleKey], purpose: Literal["training", "evaluation"] = "training"
-    ) -> None:
+    def write_text(self, keys: Sequence[SampleKey]) -> None:
         """As the match of a row that is kept, which the pipeline tells before it tells that it is matched."""
         for key in keys:
-            target = Target("wanted", (1,), (1.0,), _QUALITY, _MATCH)
-            self._matches.keep(purpose, self._rollout(key), target, (10, 10))
+            facts = {"target": "wanted", "truncated": False, "dropped": {}, "reward": {}, "images": ()}
+            facts |= {"truth": (), "predicted": (), "pairs": (), "space": (10, 10)}
+            self.log.write(Match(sample=key, version=1, rollout=self.text(key), **facts))
 
     def record_text(self, keys: Sequence[SampleKey]) -> None:
         """As a recording has it, when an answer comes."""

@@ -94,10 +94,8 @@ class RunFiles:
             Metrics(
                 time=self.now,
                 step=step,
-                epoch=None,
                 numbers={"packs_made": self.num_b, "packs_trained": self.num_b},
                 activity_ns=total,
-                wall_ns=sum(total.values()),
                 pipeline_ns=pipeline_ns,
             )
         )
@@ -134,7 +132,7 @@ class RunFiles:
     ) -> None:
         """One rollout against its ground truth; ``said`` is the label of what was predicted, if it is another."""
         self.now += 0.001
-        values: dict[str, Any] = {"purpose": "training", "space": (112, 112), "rollout": "said"}
+        values: dict[str, Any] = {"space": (112, 112), "rollout": "said"}
         values |= {"target": "trained", "truncated": False, "dropped": {}, "reward": {}}
         self.log.write(
             Match(

@@ -21,20 +21,14 @@ def matches(tmp_path: Path, *each: dict[str, Any]) -> list[RankMatch]:
     return matches_of(read_run([tmp_path]).ranks)
 
 
-def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
-    return gallery_of(matches(tmp_path, *each), "IoU", size)
+def gallery(tmp_path: Path, *each: dict[str, Any]) -> Gallery:
+    return gallery_of(matches(tmp_path, *each))
 
 
-def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> None:
-    found = gallery(tmp_path, *({"rollout": str(number)} for number in range(9)), size=3)
-    assert [dict(shown.texts)["Rollout"] for shown in found.pictures] == ["8", "7", "6"]
-    assert found.told == "3 of 9 matches, the newest first."
-
-
-def test_a_picture_of_an_evaluation_was_never_trained(tmp_path: Path) -> None:
-    (shown,) = gallery(tmp_path, {"purpose": "evaluation", "sample": [2**31 - 1, 2, 7, 0]}).pictures
-    assert shown.fate == "evaluation, never trained"
-    assert shown.facts[0] == "row 7 of the validation set, rank 0"
+def test_the_newest_come_first_and_no_more_than_fit(tmp_path: Path) -> None:
+    found = gallery(tmp_path, *({"rollout": str(number)} for number in range(30)))
+    assert [dict(shown.texts)["Rollout"] for shown in found.pictures] == [str(29 - n) for n in range(24)]
+    assert found.told.startswith("24 of 30 matches, the newest first. Blue: true")
 
 
 def test_an_image_without_a_path_is_a_line(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from swift_stage2.report.quality import matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.verdict import speed_of, trained_steps
 from swift_stage2.telemetry.account import account_of
-from swift_stage2.telemetry.event_log import RankEvents, event_path
+from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import Metrics, Round
 
 
@@ -59,14 +59,6 @@ def test_what_a_resume_made_void_is_left_out_also_elsewhere(tmp_path: Path) -> N
         # The step that the kill cut off has no length; nor has the one before the resume.
         assert [step.step for step in trained_steps(rank)] == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
         assert account_of(found.logs, found.doubts).is_balanced
-
-
-def test_a_run_that_is_still_running_or_was_killed_is_read(tmp_path: Path) -> None:
-    RunFiles(tmp_path).start().train(7)
-    path = event_path(tmp_path, 0)
-    path.write_bytes(path.read_bytes()[:-9])
-    assert sorted(first(tmp_path).steps) == list(range(6))
-    assert not first(tmp_path).has_ended
 
 
 def test_a_draw_that_was_repeated_counts_once(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def round_outcome(version: int, *proven: bool, seconds: float = 1.0) -> RoundOut
 def started(run_dir: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Telemetry:
     """A rank that has told its start."""
     telemetry = Telemetry(run_dir, rank, world_size, **({"tensorboard": False, "queue_limit": 8} | options))
-    telemetry.record_start(run_id="r", step=0, seed=1)
+    telemetry.record_start(run_id="r", step=0)
     return telemetry
 
 

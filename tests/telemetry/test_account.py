@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,7 @@ from ledger_run import LedgerRun, again
 
 from swift_stage2.records import MatchQuality, ReturnReason, Rollout, Sample, UnusedReason, VersionSpan
 from swift_stage2.telemetry.account import RankAccount, account_of
-from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import AnyEvent, Cut, Damaged, Matched
+from swift_stage2.telemetry.events import AnyEvent, Cut, Matched
 
 Spoil = Callable[[list[AnyEvent]], Any]
 
@@ -267,23 +265,6 @@ def test_a_checkpoint_in_the_middle_of_a_group_opens_the_account(tmp_path: Path)
     assert (found.violations, found.taken_over, found.drawn, found.trained) == ((), 1, 4, 5)
 
 
-def test_a_violation_names_its_samples(tmp_path: Path) -> None:
-    records = _good_run(tmp_path)
-    trained = records[_at(records, "trained")]
-    records.insert(_at(records, "trained") + 1, trained)
-    (twice,) = [v for v in _account(records).violations if v.rule == "no sample is trained twice"]
-    assert twice.samples == trained.samples  # type: ignore[union-attr]
-
-
-def test_what_does_not_add_up_is_told_with_its_numbers(tmp_path: Path) -> None:
-    records = _good_run(tmp_path)
-    _double("trained")(records)
-    assert any(
-        "0 taken over + 5 drawn, 5 trained + 1 quarantined + 0 unused + 1 in hand" in r
-        for r in _rules(records)
-    )
-
-
 # --- resumes -----------------------------------------------------------------------------------------
 
 
@@ -370,18 +351,3 @@ def test_a_damaged_line_takes_the_proof_away_unless_a_resume_made_it_void(
     account = account_of({0: first.events()})
     assert account.num_violations == 0
     assert (account.ranks[0].num_damaged, account.is_balanced) == (int(not is_void), is_void)
-
-
-def test_any_cut_of_a_good_run_balances_as_far_as_it_goes(tmp_path: Path) -> None:
-    """As ``kill -9`` leaves it: what was begun stands in hand."""
-    events = _good_run(tmp_path)
-    path = tmp_path / "events" / "rank0.jsonl"
-    whole = path.read_bytes()
-    for end in range(len(whole.splitlines(keepends=True)[0]), len(whole), 37):
-        path.write_bytes(whole[:end])
-        account = account_of({0: read_events(path)})
-        assert account.is_balanced, account
-    assert account.ranks[0].drawn == 5
-    assert not any(isinstance(event, Damaged) for event in events)
-    os.truncate(path, 0)
-    assert read_events(path) == []

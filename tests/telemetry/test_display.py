@@ -62,7 +62,7 @@ def test_rank_0_tells_each_logging_step_once_with_its_loss_and_the_last_one_at_t
         if number % 2:
             telemetry.merge_and_write(number + 1, lambda text: [text])
         if number == 1:
-            telemetry.record_loss(2, 0.5)
+            telemetry.record_loss(0.5)
     telemetry.record_warning("a server is lost")
     telemetry.close()
     first, warning, last = told

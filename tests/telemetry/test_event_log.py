@@ -18,7 +18,11 @@ from swift_stage2.errors import StorageFull, UserError
 from swift_stage2.records import PostFailure
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog, EventTail, event_path, read_events, read_logs
-from swift_stage2.telemetry.events import AnyEvent, Damaged, End, FailedPosts, Loss, Start, Warned
+from swift_stage2.telemetry.events import AnyEvent, Damaged, End, FailedPosts, Metrics, Start, Warned
+
+
+def metrics(number: float) -> Metrics:
+    return Metrics(step=1, numbers={"x": number}, activity_ns={})
 
 
 def messages(path: Path) -> list[str]:
@@ -30,23 +34,22 @@ def test_what_is_written_is_read_back_by_the_same_types(tmp_path: Path) -> None:
     failures = FailedPosts(failures=(failure,))
     path = event_path(tmp_path, 3)
     log = EventLog(path)
-    for event in (failures, Loss(step=1, loss=-math.inf)):
+    for event in (failures, metrics(-math.inf)):
         assert log.write(event) > 0
-    log.close(End(unused_b="why"))
+    log.close(End())
     assert path == tmp_path / "events" / "rank3.jsonl"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    kept, loss, end = read_events(path)
+    kept, told, end = read_events(path)
     assert kept == failures
-    assert isinstance(loss, Loss)
-    assert loss.loss == -math.inf
+    assert isinstance(told, Metrics)
+    assert told.numbers == {"x": -math.inf}
     assert isinstance(end, End)
-    assert end.unused_b == "why"
 
 
 def test_every_line_is_strict_json_whatever_is_told(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     log = EventLog(path)
-    log.write(Loss(step=0, loss=math.nan))
+    log.write(metrics(math.nan))
     log.write(Start(run_id="r", step=0, world_size=1, config={"path": tmp_path, "of": {1: object()}}))
     log.write(Warned(message="half a pair: \ud800"))
 
@@ -54,7 +57,7 @@ def test_every_line_is_strict_json_whatever_is_told(tmp_path: Path) -> None:
         raise AssertionError(constant)
 
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert lines[0]["loss"] == "NaN"
+    assert lines[0]["numbers"] == {"x": "NaN"}
     assert lines[1]["config"]["path"] == str(tmp_path)
     assert messages(path) == ["half a pair: ?"]
     assert not any(isinstance(event, Damaged) for event in read_events(path))
@@ -79,7 +82,7 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_process(tmp_pat
     [
         *(
             (line, ["damaged"])
-            for line in (b"x", b"\0\0", b"[]", b'{"kind":"loss"}', b'{"kind":"loss","step":0,')
+            for line in (b"x", b"\0\0", b"[]", b'{"kind":"losses"}', b'{"kind":"losses","step":0,')
         ),
         (b'{"kind":"taken","time":1}', []),  # another program's
         (b'{"kind":"end","time":2,"more":3}', ["end"]),
@@ -133,7 +136,7 @@ def test_a_reader_of_a_growing_log_gets_every_whole_line_once(tmp_path: Path) ->
     assert list(tail.read()) == []
     log = EventLog(tmp_path / "b.jsonl")
     for number in range(3):
-        log.write(Loss(step=number, loss=0.0))
+        log.write(metrics(number))
     content = (tmp_path / "b.jsonl").read_bytes()
     found: list[AnyEvent] = []
     for place in range(0, len(content), 11):
@@ -169,7 +172,7 @@ def test_the_first_event_that_cannot_be_written_ends_the_log(
         return written
 
     with monkeypatch.context() as full:
-        full.setattr(EventLog, "put", staticmethod(until_full))
+        full.setattr(os, "write", until_full)
         log.write(Warned(message="kept"))
         assert log.failure == ""
         assert log.write(Warned(message="x" * 100)) == 0

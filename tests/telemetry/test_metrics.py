@@ -1,20 +1,13 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from swift_stage2.channel_b.ready_queue import DropReason
 from swift_stage2.telemetry.metrics import (
     METRICS,
     RATIOS,
     Counters,
     merged,
 )
-
-
-def test_the_queue_s_drop_reasons_are_declared() -> None:
-    assert {f"packs_{reason}" for reason in DropReason} <= {metric.name for metric in METRICS}
 
 
 @pytest.mark.parametrize("name", ["packs_droped_stale", "objects_dropped/ugly_box"])
@@ -35,37 +28,6 @@ def test_a_gauge_has_no_value_until_it_is_set() -> None:
     assert counters.snapshot()["ver_lag"] == 2
     counters.set("ver_lag", None)
     assert "ver_lag" not in counters.snapshot()
-
-
-def test_no_increment_is_lost_between_threads() -> None:
-    counters = Counters()
-    start = threading.Barrier(4)
-
-    def work() -> None:
-        start.wait(10)
-        for _ in range(2000):
-            counters.add("packs_made")
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert counters.snapshot()["packs_made"] == 8000
-
-
-def test_counters_continue_after_a_resume_and_gauges_do_not() -> None:
-    before = Counters()
-    before.add("packs_made", 5)
-    before.set("queue_depth", 3)
-    after = Counters()
-    after.add("packs_trained", 1)
-    after.load_state_dict({**before.state_dict(), "a_counter_of_another_release": 4})
-    after.add("packs_made")
-    assert after.snapshot()["packs_made"] == 6
-    assert after.snapshot()["packs_trained"] == 0
-    assert after.snapshot().get("queue_depth") is None
-    assert after.snapshot().keys() == {m.name for m in METRICS if not m.is_gauge}
 
 
 def test_no_two_numbers_share_a_name_or_a_tag() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,18 @@ from swift_stage2.telemetry import recorders
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Cut, FailedPosts, Match
 from swift_stage2.telemetry.metrics import Counters
-from swift_stage2.telemetry.recorders import MatchKeeper, PipelineRecorder, rows_to_keep
+from swift_stage2.telemetry.recorders import PipelineRecorder, rows_to_keep
 from swift_stage2.telemetry.timing import PipelineActivity, Trace
 
 PATIENCE_S = 60.0
 
 
-def recorder(counters: Counters | None = None, log: EventLog | None = None) -> PipelineRecorder:
-    log = log or EventLog(None)
-    return PipelineRecorder(counters or Counters(), log, MatchKeeper(log, ()), Trace(False))
+def recorder(
+    counters: Counters | None = None, log: EventLog | None = None, kept_rows: Container[int] = ()
+) -> PipelineRecorder:
+    return PipelineRecorder(
+        counters or Counters(["f1", "total"]), log or EventLog(None), Trace(False), kept_rows=kept_rows
+    )
 
 
 def rollout(index: int = 0, images: Any = ("a.png",)) -> Rollout:
@@ -167,18 +170,17 @@ def target(match: ObjectMatch | None = MATCH) -> Target:
 
 
 def kept(path: Path) -> list[Match]:
-    return [event for event in read_events(path) if isinstance(event, Match)] if path.exists() else []
+    return [event for event in read_events(path) if isinstance(event, Match)]
 
 
 def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     images = ["a.png", {"path": "b.png", "bytes": b""}, {"bytes": b"x"}]
     path = tmp_path / "rank1.jsonl"
-    MatchKeeper(EventLog(path), {5}).keep("training", rollout(5, images), target(), (640, 480))
+    recorder(log=EventLog(path), kept_rows={5}).matched(rollout(5, images), target(), (640, 480))
     (found,) = kept(path)
     assert found == Match(
         time=found.time,
-        purpose="training",
         sample=(1, 2, 5, 1),
         version=6,
         images=(str(tmp_path / "a.png"), str(tmp_path / "b.png"), None),
@@ -194,35 +196,20 @@ def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "purpose", "indices", "told_of"),
-    [
-        ({5}, "training", (4, 5, 6, 5), [5, 5]),
-        ((), "evaluation", (0,), []),
-        ({5}, "evaluation", (0, 10_000), [0]),
-    ],
-)
-def test_only_the_chosen_rows_are_kept_and_the_first_of_an_evaluation(
-    tmp_path: Path, rows: Any, purpose: Any, indices: tuple[int, ...], told_of: list[int]
-) -> None:
-    keeper = MatchKeeper(EventLog(tmp_path / "a.jsonl"), rows)
-    for index in indices:
-        keeper.keep(purpose, rollout(index), target(), (1, 1))
-    assert [match.sample[2] for match in kept(tmp_path / "a.jsonl")] == told_of
-
-
-def test_what_has_no_boxes_or_no_image_is_left_out_and_the_rest_is_bounded(
+def test_only_the_chosen_rows_are_kept_what_has_no_boxes_is_left_out_and_the_rest_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorders, "MOST_MATCH_BYTES", 2000)
-    path = tmp_path / "a.jsonl"
-    keeper = MatchKeeper(EventLog(path), {5})
-    keeper.keep("training", rollout(5), target(match=None), (1, 1))
-    keeper.keep("training", rollout(5), target(), None)
-    assert kept(path) == []
+    pipeline = recorder(log=EventLog(tmp_path / "a.jsonl"), kept_rows={5})
+    pipeline.matched(rollout(4), target(), (1, 1))
+    pipeline.matched(rollout(5), target(match=None), (1, 1))
+    pipeline.matched(rollout(5), target(), None)
+    assert kept(tmp_path / "a.jsonl") == []
     for _ in range(100):
-        keeper.keep("training", rollout(5), target(), (1, 1))
-    assert 2000 < path.stat().st_size < 3000
+        pipeline.matched(rollout(5), target(), (1, 1))
+    found = kept(tmp_path / "a.jsonl")
+    assert {match.sample[2] for match in found} == {5}
+    assert 2000 < sum(len(match.model_dump_json()) for match in found) < 3000
 
 
 def test_all_ranks_keep_the_same_rows() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, started, step, told
 
 from swift_stage2.report.command import report_of
-from swift_stage2.report.rendering import terminal_report
+from swift_stage2.report.content import terminal_report
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.events import Checkpoint, Warned
