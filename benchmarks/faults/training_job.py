@@ -36,7 +36,7 @@ _STEPS_THAT_NO_FAULT_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
 _TORCHRUN = "swift_stage2.runtime.loopback_torchrun"
-_PUBLISHER = "swift_stage2.weights.publisher_worker"
+_PUBLISHER = "swift_stage2.weights.publisher_process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

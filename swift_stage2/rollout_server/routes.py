@@ -51,7 +51,6 @@ class RolloutService:
         self.engine = engine
         self.incarnation = uuid.uuid4().hex
         self.slot = WeightSlot(engine, self.incarnation, host=host, weights_root=weights_root)
-        self._reads_disk = weights_root is not None
 
     def end_work(self) -> None:
         """Ends an install and what is being generated, because the server is asked to end."""
@@ -74,7 +73,6 @@ class RolloutService:
             run_id=stamp.run_id,
             state=self.state(),
             manifest=self.engine.manifest(),
-            reads_disk=self._reads_disk,
             resume=self.engine.can_resume,
         )
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
-from weight_updates import make_updates, mark_suspect
+from weight_updates import make_updates, mark_suspect, server_at
 
-from swift_stage2.config import Proof
+from swift_stage2.config import Proof, Transport
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import infer_wire
 from swift_stage2.weights.proof import CanaryAnswer
-from swift_stage2.weights.publisher import ThreadPublisher, transport_for
-from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.publisher import ThreadPublisher
+from swift_stage2.weights.transport import OurTransport
+from swift_stage2.weights.updates import WaitedUpdates
 
 
 class GenerateCanary:
@@ -56,18 +56,15 @@ class GenerateCanary:
 class Learner:
     """A module, its canary, and a sync whose transports a test may replace."""
 
-    def __init__(
-        self, server: RunningServer, *, timeout_s: float = 30.0, transport: Any = StreamTransport
-    ) -> None:
+    def __init__(self, server: RunningServer, *, timeout_s: float = 30.0) -> None:
         self.module = load_learner(seed=next(server.versions))
         self.canary = GenerateCanary(self.module)
         self._server = server
-        self._make_transport = transport
         self.sync = self.make_sync(timeout_s=timeout_s)
 
     def make_sync(self, **options: Any) -> WaitedUpdates:
-        endpoints = [ServerEndpoint(self._server.base_url, free_port())]
-        self.publisher = ThreadPublisher(endpoints, lambda info: self._make_transport())
+        servers = [server_at(self._server.base_url, free_port())]
+        self.publisher = ThreadPublisher(servers, lambda info: OurTransport(Transport.TCP))
         return make_updates(
             self.module, self.publisher, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
         )
@@ -128,9 +125,7 @@ def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_tak
     server: RunningServer, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = learner.make_sync(proof=Proof.CHECKSUM)
-    learner.publisher.make_transport = lambda info: transport_for(
-        info, device=torch.device("cpu"), api_key=None
-    )
+    learner.publisher.make_transport = lambda info: OurTransport()
     monkeypatch.setattr(MemoryFile, "path", "/proc/999999999/fd/3")  # as it is read on another host
     (report,) = sync.run([0], version=next(server.versions)).reports.values()
     sync.close()
@@ -143,9 +138,7 @@ def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
 ) -> None:
     learner.module.to(torch.bfloat16)
     sync = learner.make_sync(proof=Proof.CHECKSUM)
-    learner.publisher.make_transport = lambda info: transport_for(
-        info, device=torch.device("cpu"), api_key=None
-    )
+    learner.publisher.make_transport = lambda info: OurTransport()
     (report,) = sync.run([0], version=next(server.versions)).reports.values()
     sync.close()
     assert (report.proven, report.proof, report.transport) == (True, "checksums", "shared_memory"), (
@@ -166,7 +159,7 @@ def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(
 
 
 def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
-    learner.publisher.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
+    learner.publisher.servers = (server_at(f"http://127.0.0.1:{free_port()}", free_port()),)
     outcome = learner.push()
     assert outcome.failed == (0,)
     assert "ConnectError" in str(outcome.reports[0].error)
