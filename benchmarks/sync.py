@@ -47,9 +47,9 @@ class System:
 
 
 SYSTEMS = (
-    System("transformers, shared memory", ServerKind.TRANSFORMERS, Transport.SHARED_MEMORY),
+    System("transformers, shared memory", ServerKind.TRANSFORMERS),
     System("transformers, tcp", ServerKind.TRANSFORMERS, Transport.TCP),
-    System("vllm, shared memory", ServerKind.VLLM, Transport.SHARED_MEMORY),
+    System("vllm, shared memory", ServerKind.VLLM),
     System("stock", ServerKind.STOCK),
     System("stock + plugin", ServerKind.STOCK, plugins=(PLUGIN,)),
 )

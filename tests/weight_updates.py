@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from stand_in_canary import StandInCanary, UnaskedCanary
 
-from swift_stage2.config import Proof, RolloutConfig, Transport
+from swift_stage2.config import Proof, RolloutConfig
 from swift_stage2.config.rollout import ServerConfig, SyncConfig
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
@@ -28,7 +28,7 @@ def make_updates(
     sync = {name: options.pop(name) for name in _OF_SYNC & options.keys()}
     settings: dict[str, Any] = {"canary": StandInCanary(), "run_id": "run", "bucket_mib": 1}
     export = weights if isinstance(weights, WeightExport) else WeightExport(weights)
-    config = SyncConfig(**{"timeout_s": 60.0, "canary_every_rounds": 1} | sync)
+    config = SyncConfig(**{"timeout_s": 60.0, "proof": Proof.CANARY} | sync)
     return WaitedUpdates(num_servers, export=export, publisher=publisher, sync=config, **settings | options)
 
 
@@ -66,5 +66,5 @@ def delivery(server: ServerConfig, seconds: float = 5.0, snapshot: SnapshotFile 
 
 def process_publisher(*servers: ServerConfig, **sync: Any) -> ProcessPublisher:
     """A publisher's process for weights on the CPU."""
-    rollout = RolloutConfig(servers=servers, sync=SyncConfig(**{"transport": Transport.SHARED_MEMORY} | sync))
+    rollout = RolloutConfig(servers=servers, sync=SyncConfig(**sync))
     return ProcessPublisher(rollout, torch.device("cpu"))

@@ -45,7 +45,6 @@ class Transport(StrEnum):
     """The way that weights take to a server of ours. A stock one always gets them over vLLM's own group."""
 
     AUTO = "auto"
-    SHARED_MEMORY = "shared_memory"
     TCP = "tcp"
     DISK = "disk"
 
@@ -131,9 +130,7 @@ class SyncConfig:
     """Seconds that pushes still have once newer weights are due, beside request_timeout_s where servers wait for
     rollouts before they install; who is later is suspect."""
     proof: Proof = Proof.AUTO
-    """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
-    canary_every_rounds: int = 8
-    """Versions from one canary to the next while checksums prove each of them; after a fault the next one asks."""
+    """auto: checksums where the server can show them, with a canary at first and after a fault; else a canary."""
     bucket_mib: int = 512
     """Weights sent in one message at most, MiB."""
     backoff_steps: int = 4
@@ -144,8 +141,6 @@ class SyncConfig:
     def __post_init__(self) -> None:
         rules.deadline(self, "timeout_s", "straggler_s")
         rules.at_least(self, 1, "bucket_mib", "backoff_steps")
-        remedy = "write 1 to ask with every version, or proof: checksum for no canary"
-        rules.at_least(self, 1, "canary_every_rounds", remedy=remedy)
         rules.at_least(
             self, self.backoff_steps, "max_backoff_steps", remedy="waits double from backoff_steps up to it"
         )

@@ -2,13 +2,13 @@
 
 Our server has checksums, and a stock one that runs with the plugin ``stock_proof``; any other stock server's canary
 shows no more than that nothing is grossly wrong, and every push asks it. Where checksums prove the bytes, the canary
-shows the wiring, which changes with a process and not with a version: ``CanarySchedule`` says when it is due. Called by
-a push; the trainer makes the learner's ``Canary``.
+shows the wiring, which changes with a process and not with a version. Called by a push; the trainer makes the learner's
+``Canary``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -138,35 +138,6 @@ class UpdateSpec:
     deadline: Deadline  # of every call
     on_pending: OnPending = OnPending.WAIT  # when a server of ours installs
     turn_s: float = 0.0  # how long a server waits until those before it have installed
-
-
-class CanarySchedule:
-    """Decides which versions are asked a canary, by what the pushes before showed of each server. Pure.
-
-    A server whose last push was proven by checksums is asked again in the ``every_rounds``-th one after the last that
-    asked. Any other is asked: a new one, one that failed or was lost, one whose checksums are not shown.
-    """
-
-    def __init__(self, every_rounds: int) -> None:
-        self._every_rounds = every_rounds
-        self._rounds_since: dict[int, int] = {}
-
-    def is_due(self, servers: Iterable[int]) -> bool:
-        """Whether a version for these servers asks; all of them, because the learner's own answer is the cost."""
-        return any(self._rounds_of(server) + 1 >= self._every_rounds for server in servers)
-
-    def record(self, server: int, *, asked: bool, by_checksums: bool) -> None:
-        """``by_checksums``: the push to this server has ended in a proof, and checksums are part of it."""
-        if by_checksums:
-            self._rounds_since[server] = 0 if asked else self._rounds_of(server) + 1
-        else:
-            self.forget(server)
-
-    def forget(self, server: int) -> None:
-        self._rounds_since.pop(server, None)
-
-    def _rounds_of(self, server: int) -> int:
-        return self._rounds_since.get(server, self._every_rounds)
 
 
 # A token at least this close to the learner's first choice counts as tied with it. Logits of 16 to 32 have

@@ -102,7 +102,7 @@ class SnapshotFile:
 
         ``pinned``: a GPU copies straight into it. Raises:
             WeightSyncError: main memory has no room for it, or a dtype is none that such a file may hold.
-            OSError: the owner is gone.
+            OSError: the kernel refuses the memory, or the owner is gone.
         """
         self._manifest = tuple(manifest)
         # By item size: one behind the other without a gap, each begins where a view of its dtype may.
@@ -153,17 +153,13 @@ class SnapshotFile:
         """Writes the version's header, and returns every tensor's checksum; who comes second waits for them.
 
         Raises:
-            WeightSyncError: a tensor is not finite, or the run's name has no room in the header.
+            WeightSyncError: a tensor is not finite.
         """
         with self._lock:
             if identity != self._identity:
                 _require_finite(self.tensors)
                 checksums = checksums_by_name(self.tensors)
                 header, room = self._header(identity, checksums), self._header_bytes - _LENGTH_BYTES
-                if len(header) > room:
-                    raise WeightSyncError(
-                        f"a run's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
-                    )
                 self.header[:] = room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room)
                 self._identity, self._checksums = identity, checksums
             return self._checksums
@@ -241,10 +237,7 @@ def _allocate(size: int) -> MemoryFile:
             f"rank 0 keeps a copy of the weights in main memory, got {size / 1e9:.1f} GB of weights and "
             f"{available / 1e9:.1f} GB available; give its machine or container more, or train a smaller model"
         )
-    try:
-        return MemoryFile("snapshot", size)
-    except OSError as error:
-        raise WeightSyncError(f"rank 0's copy of the weights got no memory: {error}") from error
+    return MemoryFile("snapshot", size)
 
 
 def _pin(memory: torch.Tensor) -> None:

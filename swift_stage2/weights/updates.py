@@ -23,7 +23,7 @@ from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.servers.health_check import HealthCheck, JoiningServer
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import Canary, CanarySchedule, UpdateSpec
+from swift_stage2.weights.proof import Canary, UpdateSpec
 from swift_stage2.weights.publisher import Publisher, PushResult
 from swift_stage2.weights.snapshot import describe_fault
 from swift_stage2.weights.snapshots import Snapshots, TakenSnapshot
@@ -114,7 +114,9 @@ class Updates:
         self._straggler_s = straggler_s
         self._sync_every_steps = sync_every_steps
         self._on_lost = on_lost
-        self._canaries = CanarySchedule(sync.canary_every_rounds)
+        self._wired: set[int] = (
+            set()
+        )  # servers that have answered a canary, and that checksums have proven since
         self._newest: _Newest | None = None
         self._ends: dict[int, tuple[float, str]] = {}  # of running pushes: moment and limit
         self._joining: list[JoiningServer] = []
@@ -127,7 +129,7 @@ class Updates:
     def canary_due(self) -> bool:
         """Whether the learner has to answer the canary under the next version's weights."""
         takers = [server for server, life in enumerate(self.lives) if life.state is not LifeState.AWAY]
-        return self._sync.proof is not Proof.CHECKSUM and self._canaries.is_due(takers)
+        return self._needs_canary(*takers)
 
     def start(self) -> None:
         """Starts the health check."""
@@ -234,8 +236,11 @@ class Updates:
         newest = self._newest
         if newest is None or newest.taken.fault or self._step - newest.step >= self._sync_every_steps:
             return False
-        needs_canary = self._sync.proof is not Proof.CHECKSUM and self._canaries.is_due([server])
-        return newest.taken.canary is not None or not needs_canary
+        return newest.taken.canary is not None or not self._needs_canary(server)
+
+    def _needs_canary(self, *servers: int) -> bool:
+        proof = self._sync.proof
+        return proof is Proof.CANARY or (proof is Proof.AUTO and not self._wired.issuperset(servers))
 
     def _push_where_possible(self) -> None:
         newest = self._newest
@@ -300,16 +305,18 @@ class Updates:
         if not life.is_pushing:
             return  # it was suspected meanwhile: the newest word counts
         newest.reports[server] = result
-        by_checksums = result.proven and "checksums" in result.proof
-        self._canaries.record(server, asked=newest.taken.canary is not None, by_checksums=by_checksums)
-        if result.proven:
-            life.proved(newest.number)
-        else:
+        if not result.proven:
             self._fail(server)
+            return
+        life.proved(newest.number)
+        if "checksums" not in result.proof:
+            self._wired.discard(server)
+        elif newest.taken.canary is not None:
+            self._wired.add(server)
 
     def _fail(self, server: int) -> None:
         if self.lives[server].failed(self._step):
-            self._canaries.forget(server)
+            self._wired.discard(server)
             self._publisher.distrust(server)
 
     def _give_up_late(self) -> None:

@@ -48,7 +48,7 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
-from swift_stage2.config import DecodingConfig, GrpoConfig, PackingConfig
+from swift_stage2.config import DecodingConfig, GrpoConfig, PackingConfig, Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
@@ -594,7 +594,7 @@ class Scene:
                 timeout_s=SYNC_TIMEOUT_S,
                 on_pending=setting.on_pending,
                 rolling=setting.rolling,
-                canary_every_rounds=2,
+                proof=Proof.CANARY,
             ),
             straggler_s=setting.straggler_s,
             sync_every_steps=setting.sync_every_steps,

@@ -17,7 +17,6 @@ from torch import nn
 from weight_updates import make_updates, server_at
 
 from swift_stage2 import wire
-from swift_stage2.config import Transport as Way
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.session import Deadline
@@ -84,7 +83,7 @@ class Mapped(OurTransport):
     """The real one; ``on_send`` is called before the server has all."""
 
     def __init__(self, on_send: Callable[[int], object]) -> None:
-        super().__init__(Way.SHARED_MEMORY)
+        super().__init__()
         self.on_send = on_send
 
     def carry(self, *_: Any) -> None:
