@@ -27,8 +27,8 @@ from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.stock_proof import PLUGIN
-from swift_stage2.weights.publisher_process import process_publisher
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.publisher_process import ProcessPublisher
+from swift_stage2.weights.updates import WaitedUpdates
 
 PAUSE_BUDGET = 1.5
 PAUSE_BUDGET_FROM_MIB = 100
@@ -47,9 +47,9 @@ class System:
 
 
 SYSTEMS = (
-    System("transformers, shared memory", ServerKind.TRANSFORMERS, Transport.SHARED_MEMORY),
+    System("transformers, shared memory", ServerKind.TRANSFORMERS),
     System("transformers, tcp", ServerKind.TRANSFORMERS, Transport.TCP),
-    System("vllm, shared memory", ServerKind.VLLM, Transport.SHARED_MEMORY),
+    System("vllm, shared memory", ServerKind.VLLM),
     System("stock", ServerKind.STOCK),
     System("stock + plugin", ServerKind.STOCK, plugins=(PLUGIN,)),
 )
@@ -135,7 +135,7 @@ class MeasuredSystem:
             1,
             export=learner.export,
             canary=learner.canary,
-            publisher=process_publisher(rollout, torch.device("cpu")),
+            publisher=ProcessPublisher(rollout, torch.device("cpu")),
             file=learner.snapshot,
             run_id="bench",
             sync=rollout.sync,

@@ -43,7 +43,6 @@ from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import rows_to_keep
 from swift_stage2.weights.proof import Canary
-from swift_stage2.weights.transport import WrapTransport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +60,6 @@ class RunInputs:
     packed_loss: PackedLoss
     packs_per_step: int
     logging_steps: int
-    wrap_transport: WrapTransport | None = None
-    """Gets every transport that a sync round is about to use; rounds then have their pushes in this process."""
     validation_rows: Rows | None = None
     """For ``stage2_ab.evaluation``."""
 

@@ -302,11 +302,6 @@ class RoundOutcome:
     def failed(self) -> tuple[int, ...]:
         return tuple(server for server, report in self.reports.items() if not report.proven)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RoundOutcome:
-        reports = {int(server): ServerReport(**report) for server, report in data["reports"].items()}
-        return cls(**{**data, "reports": reports})
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationCounts:

@@ -182,7 +182,6 @@ class ServerInfo(Message):
     run_id: Text | None = None
     state: Text | None = None
     manifest: Many[TensorSpec] = ()
-    reads_disk: Flag = False  # whether it was started with --weights-root
     resume: Flag = False  # whether a request may bring the first ids of its answer
     chat_model: Text | None = None
 

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fake_rollout_server import FakeRolloutServer
-from weight_updates import make_updates
+from weight_updates import make_updates, server_at
 
-from swift_stage2.weights import stock_transport
 from swift_stage2.weights import transport as weight_transport
 from swift_stage2.weights.publisher import ThreadPublisher
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.transport import WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
 
@@ -43,10 +42,9 @@ def a_push_to_a_dropping_port(
     monkeypatch: pytest.MonkeyPatch, fake: FakeRolloutServer, transport: Callable[[], WeightTransport]
 ) -> None:
     """The push has 300 s, of which 240 for calls; it fails in the joining time, here 1 s, and names the port."""
-    for module in (weight_transport, stock_transport):
-        monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(weight_transport, "JOIN_TIMEOUT_S", 1.0)
     with fake as server, dropping_port() as port:
-        publisher = ThreadPublisher([ServerEndpoint(server.url, port)], lambda info: transport())
+        publisher = ThreadPublisher([server_at(server.url, port)], lambda info: transport())
         outcome = make_updates(LINEAR, publisher, timeout_s=300.0).run([0])
     assert outcome.failed == (0,)
     error = str(outcome.reports[0].error)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.weights.proof import UpdateSpec
-from swift_stage2.weights.publisher import PushResult
+from swift_stage2.weights.publisher import Publisher
 from swift_stage2.weights.snapshot import SnapshotFile
 
 
-class RecordedPublisher:
+class RecordedPublisher(Publisher):
     """Keeps what it was given; every push is proven at once if ``at_once``."""
 
     def __init__(self, *, at_once: bool = False) -> None:
+        super().__init__()
         self.at_once = at_once
         self.running: dict[int, UpdateSpec] = {}
         self.pushed: list[tuple[int, int]] = []
@@ -25,7 +25,6 @@ class RecordedPublisher:
         self.distrusted: list[int] = []
         self.given_up: list[str] = []
         self.lost: set[int] = set()
-        self._results: list[tuple[int, PushResult]] = []
 
     def push(self, server: int, spec: UpdateSpec, snapshot: SnapshotFile) -> None:
         assert server not in self.running, "two pushes to one server"
@@ -42,11 +41,7 @@ class RecordedPublisher:
         """The push to ``server`` has proven it, unless there is an ``error`` or a ``fault`` of the learner."""
         del self.running[server]
         report = ServerReport(error is None, error, proof if error is None else "", 0, {})
-        self._results.append((server, PushResult(None if fault else report, fault)))
-
-    def take_results(self) -> Sequence[tuple[int, PushResult]]:
-        results, self._results = self._results, []
-        return results
+        self._results.append((server, WeightSyncError(fault) if fault else report))
 
     def give_up(self, error: str) -> None:
         self.given_up.append(error)
@@ -59,15 +54,5 @@ class RecordedPublisher:
     def distrust(self, server: int) -> None:
         self.distrusted.append(server)
 
-    def is_lost(self, server: int) -> bool:
-        return server in self.lost
-
     def lost_servers(self) -> tuple[int, ...]:
         return tuple(sorted(self.lost - self.running.keys()))
-
-    def revive(self) -> None: ...
-
-    def wait(self, timeout_s: float) -> bool:
-        return not self.running
-
-    def close(self) -> None: ...

@@ -46,14 +46,11 @@ def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> Snapshot
 
 def store(disk: DiskVersions, number: int) -> None:
     """One version that a push has written."""
-    disk.begin(identity(number))
-    disk.store(snapshot(number), Deadline(WAIT_S))
+    disk.store(snapshot(number), identity(number), Deadline(WAIT_S))
 
 
 def prove(disk: DiskVersions, number: int) -> Path:
     """One version that a server has proven, of which all ranks have heard."""
     store(disk, number)
     disk.confirm(number)
-    assert disk._keeper is not None
-    disk._keeper.join(WAIT_S)
     return disk.directory / f"run-{number}.safetensors"

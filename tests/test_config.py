@@ -180,7 +180,6 @@ REFUSED: list[dict[str, Any]] = [
     # how weights travel and what becomes of pending rollouts
     {f"{SYNC}.on_pending": "abort", **launched({"engine": "swift"})},
     RESUMING | launched({"engine": "swift"}),
-    {f"{SYNC}.transport": "shared_memory", **launched({"engine": "swift"})},
     ON_DISK | launched({"engine": "swift"}),
     {f"{SYNC}.transport": "disk"},
     {f"{SYNC}.disk_directory": "/w"},
@@ -260,7 +259,6 @@ ACCEPTED: list[dict[str, Any]] = [
         for needing in (
             {f"{SYNC}.on_pending": "abort"},
             RESUMING,
-            {f"{SYNC}.transport": "shared_memory"},
             ON_DISK,
         )
         for servers_of_ours in (launched({"engine": "vllm"}), launched())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +38,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.publisher import PushResult
+from swift_stage2.weights.publisher import Publisher
 from swift_stage2.weights.snapshots import Snapshots
 from swift_stage2.weights.updates import Updates
 
@@ -71,51 +71,36 @@ class StandInPipeline:
         return True
 
 
-@dataclass
-class StandInPublisher:
+class StandInPublisher(Publisher):
     """Every push is proven by rank 0's next look, apart from ``dead`` versions and from those that are held."""
 
-    dead: frozenset[int] = frozenset()
-    is_held: bool = False
+    is_held = False
     lost: tuple[int, ...] = ()
-    pushed: list[tuple[int, int]] = field(default_factory=list)
-    """Server and version."""
-    distrusted: list[int] = field(default_factory=list)
-    results: list[tuple[int, PushResult]] = field(default_factory=list)
+
+    def __init__(self, dead: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.dead = dead
+        self.pushed: list[tuple[int, int]] = []  # server and version
+        self.distrusted: list[int] = []
 
     def push(self, server: int, spec: Any, snapshot: Any) -> None:
         version = spec.identity.version
         self.pushed.append((server, version))
         try:
             snapshot.describe(spec.identity)
+            result: Any = ServerReport(version not in self.dead, None, "checksums", 0, {})
         except WeightSyncError as error:
-            self.results.append((server, PushResult(learner_fault=str(error))))
-            return
-        report = ServerReport(version not in self.dead, None, "checksums", 0, {})
-        self.results.append((server, PushResult(report)))
+            result = error
+        self._results.append((server, result))
 
-    def take_results(self) -> list[tuple[int, PushResult]]:
-        results = [] if self.is_held else self.results
-        self.results = self.results if self.is_held else []
-        return results
-
-    def is_lost(self, server: int) -> bool:
-        return server in self.lost
+    def take_results(self) -> Any:
+        return [] if self.is_held else super().take_results()
 
     def lost_servers(self) -> tuple[int, ...]:
         return self.lost
 
     def distrust(self, server: int) -> None:
         self.distrusted.append(server)
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def confirm(self, version: int) -> None: ...
-
-    def revive(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class StandInHealth(HealthCheck):
@@ -226,7 +211,7 @@ def build(
             for url in urls
         ],
         snapshots=snapshots,
-        publisher=StandInPublisher(dead=frozenset(dead)),  # type: ignore[arg-type]
+        publisher=StandInPublisher(dead),
         health=StandInHealth(base_urls=urls, api_key=None),
         sync=SyncConfig(timeout_s=20.0),
         straggler_s=20.0,

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from stand_in_canary import StandInCanary, UnaskedCanary
 
-from swift_stage2.config import Proof, Transport
-from swift_stage2.config.rollout import SyncConfig
-from swift_stage2.servers.session import Deadline
+from swift_stage2.config import Proof, RolloutConfig
+from swift_stage2.config.rollout import ServerConfig, SyncConfig
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import UpdateSpec
-from swift_stage2.weights.publisher_worker import PublisherSetup
-from swift_stage2.weights.snapshot import WeightIdentity
-from swift_stage2.weights.transport import ServerEndpoint
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.publisher_process import ProcessPublisher
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
+from swift_stage2.weights.transport import Delivery
+from swift_stage2.weights.updates import WaitedUpdates
 
 _OF_SYNC = {field.name for field in fields(SyncConfig)} - {"bucket_mib"}
 
@@ -28,7 +28,7 @@ def make_updates(
     sync = {name: options.pop(name) for name in _OF_SYNC & options.keys()}
     settings: dict[str, Any] = {"canary": StandInCanary(), "run_id": "run", "bucket_mib": 1}
     export = weights if isinstance(weights, WeightExport) else WeightExport(weights)
-    config = SyncConfig(**{"timeout_s": 60.0, "canary_every_rounds": 1} | sync)
+    config = SyncConfig(**{"timeout_s": 60.0, "proof": Proof.CANARY} | sync)
     return WaitedUpdates(num_servers, export=export, publisher=publisher, sync=config, **settings | options)
 
 
@@ -54,13 +54,17 @@ def mark_suspect(updates: WaitedUpdates, *servers: int) -> None:
     updates.updates.take_in((), suspect=servers, drained=())
 
 
-def publisher_setup(*endpoints: ServerEndpoint, **options: Any) -> PublisherSetup:
-    """Of a publisher's process on the CPU."""
-    settings: dict[str, Any] = {
-        "api_key": None,
-        "ours": frozenset(),
-        "device": torch.device("cpu"),
-        "transport": Transport.SHARED_MEMORY,
-        "is_traced": False,
-    }
-    return PublisherSetup(endpoints=endpoints, **settings | options)
+def server_at(base_url: str, group_port: int, **more: Any) -> ServerConfig:
+    return ServerConfig(base_url=base_url, group_port=group_port, **more)
+
+
+def delivery(server: ServerConfig, seconds: float = 5.0, snapshot: SnapshotFile | None = None) -> Delivery:
+    """Of a push that ``make_spec`` tells, by default of no tensors."""
+    snapshot = snapshot or SnapshotFile((), bucket_bytes=1)
+    return Delivery(ServerSession(server.base_url), server, snapshot, make_spec(seconds))
+
+
+def process_publisher(*servers: ServerConfig, **sync: Any) -> ProcessPublisher:
+    """A publisher's process for weights on the CPU."""
+    rollout = RolloutConfig(servers=servers, sync=SyncConfig(**sync))
+    return ProcessPublisher(rollout, torch.device("cpu"))

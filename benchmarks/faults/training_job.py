@@ -36,7 +36,7 @@ _STEPS_THAT_NO_FAULT_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
 _TORCHRUN = "swift_stage2.collectives"
-_PUBLISHER = "swift_stage2.weights.publisher_worker"
+_PUBLISHER = "swift_stage2.weights.publisher_process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         "decoding": {"top_p": 1.0},
         "max_inflight_per_server": 16,
         "request_timeout_s": settings.request_timeout_s,
-        "sync": {"timeout_s": 60.0, "bucket_mib": 1, "canary_every_rounds": 1},
+        "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": "canary"},
     }
     changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
     return write_job(job, ports, changes | {"control_timeout_s": 240.0 + settings.request_timeout_s})

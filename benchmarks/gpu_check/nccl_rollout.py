@@ -21,7 +21,7 @@ from benchmarks.gpu_check.training import vllm_options
 from benchmarks.servers import BenchServer, BenchServers
 from benchmarks.sync_learner import TextCanary
 from swift_stage2.config import ServerEngine
-from swift_stage2.config.rollout import SyncConfig
+from swift_stage2.config.rollout import ServerConfig, SyncConfig
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import STAGE1, server_entry
 from swift_stage2.records import RoundOutcome
@@ -31,8 +31,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.transport import ServerEndpoint
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.updates import WaitedUpdates
 
 _NUM_ROUNDS = 3
 _ROUND_TIMEOUT_S = 40.0
@@ -82,12 +81,12 @@ def _rounds_at(context: Context, processes: BenchServers, tensor_parallel: int) 
         return transports[-1]
 
     server = _start(context, processes, ports, tensor_parallel)
-    endpoints = [ServerEndpoint(server.base_url, server.group_port)]
+    config = ServerConfig(base_url=server.base_url, group_port=server.group_port)
     sync = WaitedUpdates(
         1,
         export=WeightExport(module),
         canary=TextCanary(module, AutoTokenizer.from_pretrained(STAGE1)),
-        publisher=ThreadPublisher(endpoints, make_transport),
+        publisher=ThreadPublisher([config], make_transport),
         run_id="gpu-check",
         sync=SyncConfig(timeout_s=_ROUND_TIMEOUT_S),
         bucket_mib=_BUCKET_MIB,

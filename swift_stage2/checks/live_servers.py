@@ -37,8 +37,8 @@ from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.publisher_process import process_publisher
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.publisher_process import ProcessPublisher
+from swift_stage2.weights.updates import WaitedUpdates
 from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class LiveServers:
             len(rollout.servers),
             export=WeightExport(module),
             canary=canary,
-            publisher=process_publisher(rollout, next(module.parameters()).device, disk_keep=0),
+            publisher=ProcessPublisher(rollout, next(module.parameters()).device, disk_keep=0),
             run_id=f"doctor-{uuid.uuid4().hex[:12]}",
             sync=rollout.sync,
         )

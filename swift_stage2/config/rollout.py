@@ -39,7 +39,6 @@ class Transport(StrEnum):
     """The way that weights take to a server of ours. A stock one always gets them over vLLM's own group."""
 
     AUTO = "auto"
-    SHARED_MEMORY = "shared_memory"
     TCP = "tcp"
     DISK = "disk"
 
@@ -125,9 +124,7 @@ class SyncConfig:
     """Seconds that pushes still have once newer weights are due, beside request_timeout_s where servers wait for
     rollouts before they install; who is later is suspect."""
     proof: Proof = Proof.AUTO
-    """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
-    canary_every_rounds: Count = 8
-    """Versions from one canary to the next while checksums prove each of them; after a fault the next one asks."""
+    """auto: checksums where the server can show them, with a canary at first and after a fault; else a canary."""
     bucket_mib: Count = 512
     """Weights sent in one message at most, MiB."""
     backoff_steps: Count = 4

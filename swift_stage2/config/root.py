@@ -250,7 +250,7 @@ class Stage2Config:
         needs: list[tuple[str, str, str, str]] = []
         if self.b_enabled and on_pending is not OnPending.WAIT:
             needs.append(("on_pending", on_pending, f"servers that can {on_pending}", "wait"))
-        if self.b_enabled and transport in (Transport.SHARED_MEMORY, Transport.DISK):
+        if self.b_enabled and transport is Transport.DISK:
             needs.append(("transport", transport, "servers of ours", "auto"))
         hosts = [server.host for server in self.rollout.servers]
         on_hosts = ["" if is_loopback(host) else host for host in hosts[:started]]

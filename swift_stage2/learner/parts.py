@@ -26,8 +26,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.health_check import HealthCheck, ServerKind
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.publisher import Publisher, thread_publisher
-from swift_stage2.weights.publisher_process import process_publisher
+from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.snapshots import Snapshots
 from swift_stage2.weights.updates import Updates
 
@@ -201,11 +200,6 @@ def _make_updates(
     base_urls = [server.base_url for server in rollout.servers]
     ours = {url for url, kind in servers.kinds.items() if kind.is_ours}
     device = next(given.module.parameters()).device
-    publisher: Publisher
-    if given.wrap_transport is None:
-        publisher = process_publisher(rollout, device, ours=ours, trace=telemetry.trace)
-    else:
-        publisher = thread_publisher(rollout, device, given.wrap_transport, ours=ours, trace=telemetry.trace)
     return Updates(
         [
             ServerLife(
@@ -217,7 +211,7 @@ def _make_updates(
             for url in base_urls
         ],
         snapshots=snapshots,
-        publisher=publisher,
+        publisher=ProcessPublisher(rollout, device, ours=ours, trace=telemetry.trace),
         health=HealthCheck(
             base_urls=base_urls,
             api_key=rollout.api_key(),

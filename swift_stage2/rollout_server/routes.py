@@ -67,7 +67,6 @@ class RolloutService:
         self.engine = engine
         self.incarnation = uuid.uuid4().hex
         self.slot = WeightSlot(engine, self.incarnation, host=host, weights_root=weights_root)
-        self._reads_disk = weights_root is not None
         self._limits = replace(limits or RequestLimits(), takes_prefix=engine.can_resume)
         self._arrived: set[asyncio.Future[CheckedCall]] = set()  # being decoded; of the event loop alone
         self._bodies = BodyLimit(self._limits.body_bytes)
@@ -125,7 +124,6 @@ class RolloutService:
             run_id=stamp.run_id,
             state=self._state(),
             manifest=self.engine.manifest(),
-            reads_disk=self._reads_disk,
             resume=self.engine.can_resume,
         ).to_json()
 

@@ -1,7 +1,7 @@
 """Main memory: how much a process may still take, files in it that other processes map, what the C library keeps.
 
-Every push of weights runs in a thread of its own, and glibc keeps what such threads free in heaps of their own: on the
-CPU rank 0 grew by 40 MiB in 2,000 steps. Giving it back took 7 ms there, hence not after every round.
+Installs of weights and requests run in threads, and glibc keeps what threads free in heaps of their own: a process grew
+by 40 MiB in 2,000 pushes. Giving it back took 7 ms there, hence not after every one.
 """
 
 from __future__ import annotations

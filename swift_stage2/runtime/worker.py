@@ -10,19 +10,16 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
-from pathlib import Path
 from typing import Any
 
-import swift_stage2
 from swift_stage2.runtime.supervisor import end_with_parent
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,27 +92,23 @@ class StopOnSignal:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
 
 
-def start_worker(
-    module: str, environment: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts ``python -m module``; returns the process and the rank's end of the socket pair.
+def start_worker(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts ``python -m module FD PARENT``; returns the process and the rank's end of the connection to it.
 
-    The worker counts no ranks and repeats none of ms-swift's notices. Its import path is the rank's first module's; a
-    worker that needs more is sent the rank's ``sys.path``. A signal to the whole group asks the rank, which lets the
-    worker finish what the last steps need.
+    The worker counts no ranks, repeats none of ms-swift's notices, and imports from where the rank does. A signal to
+    the whole group asks the rank, which lets the worker finish what the last steps need.
     """
-    ours, theirs = socket.socketpair()
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
-    found = (inherited.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
-    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, found))
-    inherited.setdefault("OMP_NUM_THREADS", "1")
-    inherited |= {**_OF_WORKERS, **environment}
+    ours, theirs = Pipe()
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment |= {**_OF_WORKERS, "PYTHONPATH": paths}
     with theirs, heed_no_stop():
         process = subprocess.Popen(
             (sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            env=inherited,
+            env=environment,
         )
     return process, ours
 
@@ -143,14 +136,9 @@ def describe_end(status: int) -> str:
 
 
 @contextmanager
-def serve_rank(descriptor: int, parent: int) -> Iterator[tuple[socket.socket, Connection]]:
-    """The worker's side: both ends of the pair's other end, of which descriptors come through the first.
-
-    Ends quietly when the rank is gone.
-    """
+def serve_rank(descriptor: int, parent: int) -> Iterator[Connection]:
+    """The worker's end of the connection. Ends quietly when the rank is gone."""
     end_with_parent(parent, signal.SIGKILL)
     os.set_inheritable(descriptor, False)  # whatever is started from here must not keep the socket open
-    with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
-        channel.settimeout(None)
-        with suppress(BrokenPipeError, ConnectionResetError):
-            yield channel, connection
+    with suppress(BrokenPipeError, ConnectionResetError, EOFError), Connection(descriptor) as connection:
+        yield connection

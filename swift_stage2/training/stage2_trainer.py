@@ -36,16 +36,12 @@ from swift_stage2.runtime.worker import StopOnSignal
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.training import losses
 from swift_stage2.training.best_model import EvaluatedTrainer
-from swift_stage2.weights.transport import WrapTransport
 
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 
 
 class Stage2Trainer(EvaluatedTrainer):
     """ms-swift's supervised trainer whose optimizer steps may train channel B's packs instead of its batches."""
-
-    wrap_transport: WrapTransport | None = None
-    """For subclasses that watch or disturb what a sync round sends: a method that takes a transport and returns one."""
 
     def __init__(
         self,
@@ -253,7 +249,6 @@ class Stage2Trainer(EvaluatedTrainer):
             packed_loss=self.packed_loss,
             packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
-            wrap_transport=self.wrap_transport,
             validation_rows=_rows_of(self.eval_dataset),
         )
         self.stage2 = self._start_run(self.stage2_config, given)

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,11 +24,8 @@ from swift_stage2.whole_file import flush_directory, open_regular
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
-_PATIENCE_S = 5.0
-"""For what still works in the directory when a process ends."""
-CLOSE_S = 2 * _PATIENCE_S
-"""``DiskVersions.close`` waits for so long at most, besides its removal."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+PATIENCE_S = 5.0
+"""For a push that still writes, when a version is confirmed or the process ends."""
 _WRITE_BYTES = 64 << 20  # between two looks at the deadline
 
 
@@ -41,80 +37,61 @@ class DiskVersions:
         self.directory = directory
         self._keep = keep
         self._files = threading.Lock()  # held by whoever writes or removes
-        self._identity: WeightIdentity | None = None
-        self._fault: ServerFault | None = None
-        self._keeper: threading.Thread | None = None
+        self._stored: WeightIdentity | None = None
 
-    def begin(self, identity: WeightIdentity) -> None:
-        """The version that pushes ask for from now on; the first one that does writes it."""
-        if identity != self._identity:
-            self._identity, self._fault = identity, None
-
-    def store(self, snapshot: SnapshotFile, deadline: Deadline) -> None:
-        """Has the snapshot, whose header is written, lie in the directory as the version that has begun last.
+    def store(self, snapshot: SnapshotFile, identity: WeightIdentity, deadline: Deadline) -> None:
+        """Has the snapshot, whose header says ``identity``, lie in the directory.
 
         Raises:
             ServerFault: the disk does not take it in time; nothing of it is left, as far as that can be removed.
         """
-        identity = self._identity
-        assert identity is not None
         with self._held(deadline.remaining_s()) as is_held:
             if not is_held:
                 raise ServerFault(
                     f"rollout.sync.disk_directory must take the weights in the push's time, got {self.directory}, "
                     "which does not; write a longer rollout.sync.timeout_s, or another directory"
                 )
-            if identity is not self._identity:
-                raise ServerFault("another version took its place before it was written")
-            if self._fault is not None:  # of an attempt that another push has made
-                raise ServerFault(str(self._fault))
+            self._stored = identity
             hidden, version = self._paths(identity)
             if _holds(hidden, snapshot) or _holds(version, snapshot):
                 return
-            for path in self._files_of(identity, hidden=True):  # half written, or never proven
-                _remove(path)
             try:
+                for path in self._files_of(identity, hidden=True):  # half written, or never proven
+                    _remove(path)
                 _write(hidden, snapshot, deadline)
             except OSError as error:
-                self._fault = self._refused(error, snapshot)  # before there is room again
                 _remove(hidden)
-                raise self._fault from error
+                raise ServerFault(
+                    f"rollout.sync.disk_directory must take {snapshot.num_bytes / 1e9:.2f} GB of weights, got "
+                    f"{self.directory}: {error}; free room there, lower rollout.sync.disk_keep, or make it a directory "
+                    "that the learner's user can write"
+                ) from error
 
     def confirm(self, version: int) -> None:
-        """All ranks have heard of a proof: from now on its weights are a version of the run. Waits for no disk."""
-        identity = self._identity
-        if self._keep and identity is not None and version == identity.version:
-            self._keeper = threading.Thread(
-                target=self._keep_version, args=(identity,), name="disk-keeper", daemon=True
-            )
-            self._keeper.start()
-
-    def close(self) -> None:
-        """Removes what is no version, within seconds. May be called again."""
-        if self._keeper is not None:
-            self._keeper.join(_PATIENCE_S)
-        identity, self._identity = self._identity, None
-        if identity is not None:
-            with self._held(_PATIENCE_S) as is_held:
-                if is_held:
-                    _remove(self._paths(identity)[0])
-
-    def _keep_version(self, identity: WeightIdentity) -> None:
-        hidden, version = self._paths(identity)
-        with self._held(_PATIENCE_S) as is_held:
+        """All ranks have heard of a proof: from now on its weights are a version of the run."""
+        identity = self._stored
+        if not self._keep or identity is None or version != identity.version:
+            return
+        hidden, path = self._paths(identity)
+        with self._held(PATIENCE_S) as is_held:
             if not is_held:
                 return
             try:
-                with suppress(
-                    FileNotFoundError
-                ):  # told before, or all of its servers had their weights otherwise
-                    os.rename(hidden, version)
+                with suppress(FileNotFoundError):  # told before
+                    os.rename(hidden, path)
                     flush_directory(self.directory)
                 versions = self._files_of(identity, hidden=False)
                 for old in sorted(versions, key=_number, reverse=True)[self._keep :]:
                     _remove(old)
             except OSError as error:
-                logger.warning("the proven weights in %s cannot be kept: %s", version, error)
+                logger.warning("the proven weights in %s cannot be kept: %s", path, error)
+
+    def close(self) -> None:
+        """Removes what is no version, within seconds. May be called again."""
+        if self._stored is not None:
+            with self._held(PATIENCE_S) as is_held:
+                if is_held:
+                    _remove(self._paths(self._stored)[0])
 
     def _paths(self, identity: WeightIdentity) -> tuple[Path, Path]:
         """Before its proof, and after it."""
@@ -122,24 +99,11 @@ class DiskVersions:
         return self.directory / f".{name}", self.directory / name
 
     def _files_of(self, identity: WeightIdentity, *, hidden: bool) -> list[Path]:
-        """All that lie there of its run."""
-        run_id = re.escape(identity.run_id)
-        pattern = re.compile(rf"{'[.]' if hidden else ''}{run_id}-[^-]+{re.escape(SUFFIX)}")
-        with suppress(OSError):  # the write that follows says why
-            return [path for path in self.directory.iterdir() if pattern.fullmatch(path.name)]
-        return []
-
-    def _refused(self, error: OSError, snapshot: SnapshotFile) -> ServerFault:
-        free = ""
-        with suppress(OSError):
-            free = f", {shutil.disk_usage(self.directory).free / 1e9:.2f} GB free"
-        remedy = "free room there, or lower rollout.sync.disk_keep"
-        if error.errno not in _FULL:
-            remedy = "make it a directory that the learner's user can write"
-        return ServerFault(
-            f"rollout.sync.disk_directory must take {snapshot.num_bytes / 1e9:.2f} GB of weights, got "
-            f"{self.directory}{free}: {error}; {remedy}"
+        """All that lie there of its run. Raises OSError."""
+        pattern = re.compile(
+            rf"{'[.]' if hidden else ''}{re.escape(identity.run_id)}-[0-9]+{re.escape(SUFFIX)}"
         )
+        return [path for path in self.directory.iterdir() if pattern.fullmatch(path.name)]
 
     @contextmanager
     def _held(self, timeout_s: float) -> Iterator[bool]:
@@ -151,9 +115,8 @@ class DiskVersions:
                 self._files.release()
 
 
-def _number(path: Path) -> tuple[int, str]:
-    number = path.stem.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1, number
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
 
 
 def _holds(path: Path, snapshot: SnapshotFile) -> bool:
@@ -166,8 +129,6 @@ def _holds(path: Path, snapshot: SnapshotFile) -> bool:
 
 def _write(path: Path, snapshot: SnapshotFile, deadline: Deadline) -> None:
     """Raises OSError, also at the deadline."""
-    with suppress(FileNotFoundError):
-        path.unlink()
     with snapshot.file.reopened() as memory, open(path, "xb", buffering=0) as file:
         os.fchmod(file.fileno(), 0o644)  # a server may be another user
         written = 0

@@ -2,13 +2,13 @@
 
 Our server has checksums, and a stock one that runs with the plugin ``stock_proof``; any other stock server's canary
 shows no more than that nothing is grossly wrong, and every push asks it. Where checksums prove the bytes, the canary
-shows the wiring, which changes with a process and not with a version: ``CanarySchedule`` says when it is due. Called by
-a push; the trainer makes the learner's ``Canary``.
+shows the wiring, which changes with a process and not with a version. Called by a push; the trainer makes the learner's
+``Canary``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ def prove_server(
     """Proves the weights whose checksums are ``sent`` and returns how: ``ServerReport.proof``.
 
     Ours has shown its checksums when it installed them. ``sums_of``: the incarnation of a stock server that can show
-    checksums. Answers of a canary must agree only where learner and server hold the same dtypes, as far as can be told.
+    checksums.
 
     Raises:
         ServerFault: the proof is wrong, missing, or cannot be had from this server.
@@ -47,12 +47,13 @@ def prove_server(
             "with the plugin stock_proof"
         )
     if sums_of is not None and spec.proof is not Proof.CANARY:  # before the canary: they name the tensor
-        _check_stock_sums(session, spec, sums_of, sent)
+        body = session.post(protocol.WEIGHT_SUMS, {}, spec.deadline)
+        sums = session.read(protocol.WEIGHT_SUMS, WeightSums.from_json, body)
+        restarted = ["the server was restarted during the push"] if sums.incarnation != sums_of else []
+        _require_none(session, restarted + sums.problems(sent))
         shown.append("checksums")
-    if spec.canary is not None:
-        same_dtypes = info.stock or spec.manifest == info.manifest
-        _ask_canary(session, spec, info, spec.canary, must_agree=same_dtypes)
-        shown += ["canary"] if same_dtypes else []
+    if spec.canary is not None and _ask_canary(session, spec, info, spec.canary):
+        shown.append("canary")
     if not shown:
         raise ServerFault(
             f"{session.base_url} shows no checksums any more, and no canary was due; the next push asks one"
@@ -74,34 +75,19 @@ def check_proof(session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str
     _require_none(session, problems)
 
 
-def _num_copies(session: ServerSession, spec: UpdateSpec, info: protocol.ServerInfo) -> int:
-    """A stock server splits a call evenly among its data-parallel engines; a shorter one leaves the last of them out.
-
-    How many it has it does not tell: at most as many as workers.
-    """
-    if not info.stock:
-        return 1
-    num_workers = ask_world_size(session, spec.deadline)
-    if not 1 <= num_workers <= MAX_REQUESTS_PER_POST:
-        raise ServerFault(f"{session.base_url}{protocol.WORLD_SIZE}: cannot be, got world_size={num_workers}")
-    return num_workers
-
-
 def _ask_canary(
-    session: ServerSession,
-    spec: UpdateSpec,
-    info: protocol.ServerInfo,
-    canary: CanaryAnswer,
-    *,
-    must_agree: bool,
-) -> None:
+    session: ServerSession, spec: UpdateSpec, info: protocol.ServerInfo, canary: CanaryAnswer
+) -> bool:
+    """Whether the answers had to agree, and did: dtypes are the same, as far as can be told."""
     if info.chat_model is not None:
         completions: Sequence[infer_wire.Completion] = vllm_serve.ask_canary(
             session, info.chat_model, (canary.request, canary.config), spec.deadline
         )
-        num_copies = len(completions)
     else:
-        num_copies = _num_copies(session, spec, info)
+        # A stock server splits a call evenly among its data-parallel engines, at most as many as workers; a shorter
+        # call leaves the last of them out.
+        num_workers = ask_world_size(session, spec.deadline) if info.stock else 1
+        num_copies = min(num_workers, MAX_REQUESTS_PER_POST)
         body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
         reply = session.post(protocol.INFER, body, spec.deadline)
         parse = partial(infer_wire.parse_infer_reply, num_requests=num_copies)
@@ -112,22 +98,16 @@ def _ask_canary(
             raise ServerFault(
                 f"{session.base_url} answers the canary as (run, version) {stamp}, expected {wanted}"
             )
+    must_agree = info.stock or spec.manifest == info.manifest
     num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
     if must_agree and num_wrong:
-        of_all = f" in {num_wrong} of {num_copies} answers of its engines" if num_copies > 1 else ""
+        num_all = len(completions)
+        of_all = f" in {num_wrong} of {num_all} answers of its engines" if num_all > 1 else ""
         raise ServerFault(
             f"{session.base_url} answers the canary with other tokens than the learner{of_all}; if it lasts, it serves "
             "another model, or one that vLLM loads by other names: serve the learner's with swift-stage2 rollout"
         )
-
-
-def _check_stock_sums(
-    session: ServerSession, spec: UpdateSpec, incarnation: str, sent: Mapping[str, str]
-) -> None:
-    body = session.post(protocol.WEIGHT_SUMS, {}, spec.deadline)
-    sums = session.read(protocol.WEIGHT_SUMS, WeightSums.from_json, body)
-    restarted = ["the server was restarted during the push"] if sums.incarnation != incarnation else []
-    _require_none(session, restarted + sums.problems(sent))
+    return must_agree
 
 
 def _require_none(session: ServerSession, problems: Sequence[str]) -> None:
@@ -158,35 +138,6 @@ class UpdateSpec:
     deadline: Deadline  # of every call
     on_pending: OnPending = OnPending.WAIT  # when a server of ours installs
     turn_s: float = 0.0  # how long a server waits until those before it have installed
-
-
-class CanarySchedule:
-    """Decides which versions are asked a canary, by what the pushes before showed of each server. Pure.
-
-    A server whose last push was proven by checksums is asked again in the ``every_rounds``-th one after the last that
-    asked. Any other is asked: a new one, one that failed or was lost, one whose checksums are not shown.
-    """
-
-    def __init__(self, every_rounds: int) -> None:
-        self._every_rounds = every_rounds
-        self._rounds_since: dict[int, int] = {}
-
-    def is_due(self, servers: Iterable[int]) -> bool:
-        """Whether a version for these servers asks; all of them, because the learner's own answer is the cost."""
-        return any(self._rounds_of(server) + 1 >= self._every_rounds for server in servers)
-
-    def record(self, server: int, *, asked: bool, by_checksums: bool) -> None:
-        """``by_checksums``: the push to this server has ended in a proof, and checksums are part of it."""
-        if by_checksums:
-            self._rounds_since[server] = 0 if asked else self._rounds_of(server) + 1
-        else:
-            self.forget(server)
-
-    def forget(self, server: int) -> None:
-        self._rounds_since.pop(server, None)
-
-    def _rounds_of(self, server: int) -> int:
-        return self._rounds_since.get(server, self._every_rounds)
 
 
 # A token at least this close to the learner's first choice counts as tied with it. Logits of 16 to 32 have

@@ -7,84 +7,61 @@ its own.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from swift_stage2 import wire as protocol
-from swift_stage2.config import RolloutConfig, Transport
+from swift_stage2.config import RolloutConfig
+from swift_stage2.config.rollout import ServerConfig
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
-from swift_stage2.servers.session import Deadline
-from swift_stage2.telemetry.timing import EnterSpan, Trace, untraced
-from swift_stage2.weights.disk_versions import CLOSE_S, DiskVersions
-from swift_stage2.weights.proof import UpdateSpec
-from swift_stage2.weights.push import InstallTurns, ServerPush, close_quietly
-from swift_stage2.weights.snapshot import SnapshotFile
-from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.transport import (
-    DiskTransport,
-    MappedTransport,
-    ServerEndpoint,
-    StreamTransport,
-    WeightTransport,
-    WrapTransport,
-    endpoints_of,
-)
-from swift_stage2.weights.vllm_transport import VllmTransport
+from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
+from swift_stage2.servers.stock import ask_sums_incarnation
+from swift_stage2.telemetry.timing import EnterSpan, untraced
+from swift_stage2.weights.disk_versions import PATIENCE_S, DiskVersions
+from swift_stage2.weights.proof import UpdateSpec, prove_server
+from swift_stage2.weights.snapshot import SnapshotFile, describe_fault
+from swift_stage2.weights.stock_transport import StockTransport, VllmTransport
+from swift_stage2.weights.transport import Delivery, OurTransport, WeightTransport
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
 _LAST_CALL_S = 5.0  # for one call of a push that was given up
+_SHARE_FOR_TURN = 0.5  # of what is left of the calls' time
+
+PushResult = ServerReport | WeightSyncError
+"""How one server's push ended, or, when the learner's weights cannot be pushed, why."""
 
 
-def transport_for(
-    info: protocol.ServerInfo,
-    *,
-    device: torch.device,
-    api_key: str | None,
-    wanted: Transport = Transport.AUTO,
-    disk: DiskVersions | None = None,
-) -> WeightTransport:
-    """The way to carry weights to a server of this kind; ``disk`` is there if they travel by a directory."""
-    if info.chat_model is not None:
-        return VllmTransport(device, api_key)
-    if info.stock:
-        return StockTransport(device, api_key)
-    if disk is not None:
-        return DiskTransport(disk, info)
-    if wanted is Transport.TCP:
-        return StreamTransport()
-    return MappedTransport(required=wanted is Transport.SHARED_MEMORY)
+class Publisher:
+    """Pushes that run, and how they have ended. All methods belong to one thread; only ``wait`` waits for long."""
 
-
-@dataclass(frozen=True, slots=True)
-class PushResult:
-    """How one server's push ended: with a report or, when the learner's weights cannot be pushed, with its fault."""
-
-    report: ServerReport | None = None
-    learner_fault: str | None = None
-
-    @classmethod
-    def failed(cls, error: str) -> PushResult:
-        """Of a push that nobody can ask any more."""
-        return cls(ServerReport.failed(error))
-
-
-class Publisher(Protocol):
-    """All methods belong to one thread; only ``wait`` waits for long."""
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: dict[int, _Push | None] = {}
+        self._results: list[tuple[int, PushResult]] = []
 
     def push(self, server: int, spec: UpdateSpec, snapshot: SnapshotFile) -> None:
         """Starts a push of ``snapshot``, which nobody changes before it has ended. None runs for that server."""
+        raise NotImplementedError
 
     def take_results(self) -> Sequence[tuple[int, PushResult]]:
-        """Pushes that have ended since the last call, by server, in the order of their ends."""
+        """Pushes that have ended since the last call, by server, in the order of their ends. Called at every step."""
+        with self._changed:
+            results, self._results = self._results, []
+        return results
 
     def give_up(self, error: str) -> None:
         """Ends all pushes that run, with ``error``; nothing more of them reaches a server."""
+        raise NotImplementedError
 
     def confirm(self, version: int) -> None:
         """All ranks have heard that a server has proven it: what lies of it on a disk is a version of the run."""
@@ -92,59 +69,62 @@ class Publisher(Protocol):
     def distrust(self, server: int) -> None:
         """Connections to it are not used again: it may come back as another process."""
 
-    def is_lost(self, server: int) -> bool:
-        """Whether what is kept of this server shows that it has gone."""
-
     def lost_servers(self) -> tuple[int, ...]:
         """Servers of which what is kept between pushes shows that they have gone."""
-
-    def revive(self) -> None:
-        """Whatever died is replaced ahead of the next push; called at every step."""
+        raise NotImplementedError
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until no push runs; False when one still does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, max(0.0, timeout_s))
 
     def close(self) -> None:
         """Ends what runs, within seconds, and closes what is kept. May be called again."""
+
+    def _end(self, server: int, result: PushResult) -> None:
+        """Under the lock."""
+        if server in self._running:
+            del self._running[server]
+            self._results.append((server, result))
+            self._changed.notify_all()
 
 
 def thread_publisher(
     rollout: RolloutConfig,
     device: torch.device,
-    wrap: WrapTransport | None = None,
     *,
     ours: set[str],
-    trace: Trace,
+    disk_keep: int,
+    span: EnterSpan,
+    on_end: Callable[[], object],
 ) -> ThreadPublisher:
-    """Carries weights that lie on ``device`` from this process, over transports that are wrapped first."""
-    key, sync = rollout.api_key(), rollout.sync
-    disk = disk_versions(sync.disk_directory, sync.disk_keep)
-    make = partial(transport_for, device=device, api_key=key, wanted=sync.transport, disk=disk)
+    """Carries weights that lie on ``device`` to the servers of ``rollout``, each by the transport of its kind.
+
+    ``disk_keep``: proven versions that stay, if weights travel by a disk.
+    """
+    sync, key = rollout.sync, rollout.api_key()
+    disk = DiskVersions(Path(sync.disk_directory), disk_keep) if sync.disk_directory is not None else None
+
+    def make_transport(info: protocol.ServerInfo) -> WeightTransport:
+        if info.chat_model is not None:
+            return VllmTransport(device, key)
+        return StockTransport(device, key) if info.stock else OurTransport(sync.transport, disk)
+
     return ThreadPublisher(
-        endpoints_of(rollout),
-        lambda info: wrap(make(info)) if wrap is not None else make(info),
-        api_key=key,
-        ours=ours,
-        span=trace.span,
-        disk=disk,
+        rollout.servers, make_transport, api_key=key, ours=ours, span=span, on_end=on_end, disk=disk
     )
 
 
 def longest_close_s(num_servers: int) -> float:
     """Seconds after which ``ThreadPublisher.close`` has ended, if no disk hangs in a removal."""
-    return num_servers * _CLOSE_TIMEOUT_S + _LAST_CALL_S + CLOSE_S
-
-
-def disk_versions(directory: str | None, keep: int) -> DiskVersions | None:
-    """Where versions are written, if weights travel by a disk."""
-    return None if directory is None else DiskVersions(Path(directory), keep)
+    return num_servers * _CLOSE_TIMEOUT_S + _LAST_CALL_S + PATIENCE_S
 
 
 @dataclass(eq=False)
-class ThreadPublisher:
+class ThreadPublisher(Publisher):
     """Pushes on daemon threads of this process: a push that hangs cannot be ended, and is left behind."""
 
-    endpoints: Sequence[ServerEndpoint]
+    servers: Sequence[ServerConfig]
     make_transport: Callable[[protocol.ServerInfo], WeightTransport]
     _: KW_ONLY
     api_key: str | None = field(default=None, repr=False)
@@ -152,59 +132,37 @@ class ThreadPublisher:
     """Base URLs of servers that must not answer as stock ones do; pushes add to them."""
     span: EnterSpan = untraced
     """Entered with the name of every phase, on the thread that goes through it."""
-    on_end: Callable[[int, PushResult], None] | None = None
-    """Takes every result on the push's thread, in place of ``take_results``."""
+    on_end: Callable[[], object] = lambda: None
+    """Called when a push has ended, on its thread."""
     disk: DiskVersions | None = None
-    """Told of every version, for the transports that use it."""
+    """Told which versions stay."""
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition()
-        self._transports: dict[int, WeightTransport] = {}
+        super().__init__()
+        self._kept: dict[
+            int, WeightTransport
+        ] = {}  # by server, what outlives a push; a push has it meanwhile
         self._distrusted: set[int] = set()
-        self._pushes: dict[int, ServerPush] = {}  # that run
-        self._results: list[tuple[int, PushResult]] = []
-        self._given_up = threading.Event()
-        self._turns = InstallTurns()
+        self.installing = threading.Lock()
+        """Held by servers that are asked, so that others answer while one installs. That is worth no server: who holds
+        it may hang, or wait for long answers."""
 
     def push(self, server: int, spec: UpdateSpec, snapshot: SnapshotFile) -> None:
-        if self.disk is not None:
-            self.disk.begin(spec.identity)
-        push = ServerPush(
-            server,
-            self.endpoints[server],
-            spec,
-            snapshot,
-            self._transports,
-            self.make_transport,
-            turns=self._turns,
-            api_key=self.api_key,
-            given_up=self._given_up,
-            distrusted=server in self._distrusted,
-            ours=self.ours,
-            span=self.span,
-            on_end=self._note_end,
-        )
+        push = _Push(self, server, spec, snapshot, self._kept.pop(server, None), server in self._distrusted)
         self._distrusted.discard(server)
         with self._changed:
-            self._pushes[server] = push
-        push.start()
-
-    def take_results(self) -> Sequence[tuple[int, PushResult]]:
-        with self._changed:
-            results, self._results = self._results, []
-        return results
+            self._running[server] = push
+        threading.Thread(
+            target=self._run, args=(push,), name=f"push to {push.server.base_url}", daemon=True
+        ).start()
 
     def give_up(self, error: str) -> None:
         """As ``Publisher.give_up``. A thread that is inside a transport stays there: to close it could hang as well."""
-        self._given_up.set()
-        # A push that was left behind keeps the old ones.
-        self._given_up, self._turns = threading.Event(), InstallTurns()
         with self._changed:
-            pushes, self._pushes = self._pushes, {}
-            self._transports = {
-                server: each for server, each in self._transports.items() if server not in pushes
-            }
-            self._results += [(server, PushResult.failed(error)) for server in pushes]
+            for server, push in list(self._running.items()):
+                assert push is not None
+                push.is_wanted = False
+                self._end(server, ServerReport.failed(error))
 
     def confirm(self, version: int) -> None:
         if self.disk is not None:
@@ -213,46 +171,161 @@ class ThreadPublisher:
     def distrust(self, server: int) -> None:
         self._distrusted.add(server)
 
-    def is_lost(self, server: int) -> bool:
-        kept = self._transports.get(server)
-        return kept is not None and kept.is_lost()
-
-    def is_ours(self, server: int) -> bool:
-        """True if the server with this number has shown in a push, or at the start, that it runs our program."""
-        return self.endpoints[server].base_url in self.ours
-
     def lost_servers(self) -> tuple[int, ...]:
-        kept = [
-            (server, each) for server, each in list(self._transports.items()) if server not in self._pushes
-        ]
-        return tuple(server for server, each in kept if server not in self._distrusted and each.is_lost())
-
-    def revive(self) -> None:
-        return  # no thread needs it
-
-    def wait(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pushes, max(0.0, timeout_s))
+        kept = [(server, each) for server, each in list(self._kept.items()) if server not in self._distrusted]
+        return tuple(server for server, each in kept if each.is_lost())
 
     def close(self) -> None:
-        self._given_up.set()
-        for transport in list(self._transports.values()):
+        pushes = [push for push in list(self._running.values()) if push is not None]
+        for push in pushes:
+            push.is_wanted = False
+        for transport in [*self._kept.values(), *(push.transport for push in pushes)]:
             close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
-        self._transports.clear()
+        self._kept.clear()
         # A thread that the interpreter's end meets inside of torch aborts the process
         self.wait(_LAST_CALL_S)
         if self.disk is not None:
             self.disk.close()
 
-    def _note_end(self, push: ServerPush) -> None:
-        """On the push's thread. Nothing of one that was given up."""
+    def _run(self, push: _Push) -> None:
+        """On the push's thread. Nothing is told of one that was given up."""
+        result = push.run()
         with self._changed:
-            if self._pushes.get(push.server) is not push:
-                return
-            del self._pushes[push.server]
-            result = PushResult(push.report, push.learner_fault)
-            if self.on_end is None:
-                self._results.append((push.server, result))
-            self._changed.notify_all()
-        if self.on_end is not None:
-            self.on_end(push.server, result)
+            if self._running.get(push.number) is push:
+                if push.transport is not None:
+                    self._kept[push.number] = push.transport
+                self._end(push.number, result)
+        self.on_end()
+
+
+class _Push:
+    """Brings one server to one version: asks who it is, connects, carries, installs, proves.
+
+    Each runs on a daemon thread, because a transfer that hangs cannot be joined, and reads the snapshot at its own
+    pace. ``transport`` is what the one before has kept; a ``distrusted`` one is replaced.
+    """
+
+    def __init__(
+        self,
+        publisher: ThreadPublisher,
+        number: int,
+        spec: UpdateSpec,
+        snapshot: SnapshotFile,
+        transport: WeightTransport | None,
+        is_distrusted: bool,
+    ) -> None:
+        self.number, self.server = number, publisher.servers[number]
+        self.transport = transport
+        self.is_wanted = True
+        self._publisher = publisher
+        self._spec, self._snapshot = spec, snapshot
+        self._is_distrusted = is_distrusted
+        self._seconds: dict[str, float] = {}
+        self._num_bytes = 0
+        self._proof = self._carried_by = ""
+
+    def run(self) -> PushResult:
+        """To its end."""
+        base_url, publisher = self.server.base_url, self._publisher
+        error = None
+        try:
+            self._update(ServerSession(base_url, publisher.api_key, must_be_ours=base_url in publisher.ours))
+        except ServerFault as fault:
+            self._drop_transport()
+            error = str(fault)
+        except Exception as fault:  # top of a thread: anything else is the learner's own fault
+            self._drop_transport()
+            return WeightSyncError(describe_fault("the push of the learner's weights", fault))
+        return ServerReport(
+            proven=error is None,
+            error=error,
+            proof=self._proof,
+            num_bytes=self._num_bytes,
+            seconds=self._seconds,
+            transport=self._carried_by,
+        )
+
+    def _update(self, session: ServerSession) -> None:
+        spec, snapshot = self._spec, self._snapshot
+        if self._is_distrusted:
+            self._drop_transport()
+        with self._phase("begin"):
+            info = session.info(spec.deadline)
+            sums_of = None
+            if not info.stock:
+                self._publisher.ours.add(session.base_url)
+            elif info.is_swift_rollout:
+                # Ordered: it answers once nothing runs any more that a lost caller has asked.
+                self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+                sums_of = ask_sums_incarnation(session, spec.deadline)
+                if self.transport is None:
+                    shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
+                    logger.info("%s is a stock server and %s", session.base_url, shown)
+        with self._phase("pack"):
+            sent = snapshot.describe(spec.identity)
+        delivery = Delivery(session, self.server, snapshot, spec, self._require_wanted)
+        with self._phase("connect"):
+            transport = self.transport = self.transport or self._publisher.make_transport(info)
+            self._carried_by = transport.open(delivery)
+        with self._phase("push"):
+            transport.carry(delivery)
+        self._num_bytes = snapshot.num_bytes
+        with self._turn():
+            with self._phase("acknowledge"):
+                transport.install(delivery, sent)
+                if info.is_swift_rollout:
+                    # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
+                    # reports False for them also when they worked; they are ordered before the one that can tell.
+                    for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
+                        reset_cache(session, path, spec.deadline)
+                    self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+                if not info.stock:
+                    self._drop_transport()
+            with self._phase("prove"):
+                self._proof = prove_server(session, spec, info, sent, sums_of=sums_of)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Held, if the push may wait for one: its install needs time as well, also behind a long transfer."""
+        has_turn, lock = False, self._publisher.installing
+        if self._spec.turn_s:
+            with self._phase("turn"):
+                turn_s = min(self._spec.turn_s, self._spec.deadline.remaining_s() * _SHARE_FOR_TURN)
+                has_turn = lock.acquire(timeout=turn_s)
+        try:
+            yield
+        finally:
+            if has_turn:
+                lock.release()
+
+    def _reset_cache(self, session: ServerSession, path: str) -> None:
+        if not reset_cache(session, path, self._spec.deadline):
+            raise ServerFault(
+                f"{session.base_url}{path} reports status: False: an earlier command failed; read its log"
+            )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to one phase. Raises ServerFault: the push was given up."""
+        self._require_wanted()
+        started = time.perf_counter()
+        try:
+            with self._publisher.span(name):
+                yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def _require_wanted(self) -> None:
+        if not self.is_wanted:
+            raise ServerFault(f"{self.server.base_url}: the push was given up before the weights were proven")
+
+    def _drop_transport(self) -> None:
+        transport, self.transport = self.transport, None
+        close_quietly(transport, self._spec.deadline)
+
+
+def close_quietly(transport: WeightTransport | None, deadline: Deadline) -> None:
+    """Closes a transport whose peer may be gone."""
+    if transport is not None:
+        with suppress(ServerFault, RuntimeError):  # there is nothing left to close
+            transport.close(deadline)

@@ -10,8 +10,9 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,8 +26,6 @@ from swift_stage2.weights.tensors import all_finite, checksums_by_name, in_bucke
 from swift_stage2.wire import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]]
 
 _LENGTH_BYTES = 8
 _PAGE_BYTES = 4096
@@ -103,8 +102,9 @@ class SnapshotFile:
 
         ``pinned``: a GPU copies straight into it. Raises:
             WeightSyncError: main memory has no room for it, or a dtype is none that such a file may hold.
-            OSError: the owner is gone.
+            OSError: the kernel refuses the memory, or the owner is gone.
         """
+        self._manifest = tuple(manifest)
         # By item size: one behind the other without a gap, each begins where a view of its dtype may.
         self._specs = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
         sizes = [num_bytes(spec) for spec in self._specs]
@@ -130,6 +130,10 @@ class SnapshotFile:
         self._identity: WeightIdentity | None = None
         self._checksums: Mapping[str, str] = {}
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Another process that unpickles it opens the same memory, once."""
+        return _opened, (self._manifest, self.bucket_bytes, self.file.path)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -145,43 +149,17 @@ class SnapshotFile:
         for name, tensor in tensors:
             copy(self.tensors[name], tensor)
 
-    def take(
-        self,
-        read: ReadTensors,
-        names: Sequence[str],
-        copy: Copy = torch.Tensor.copy_,
-        *,
-        at_once: bool = False,
-    ) -> None:
-        """``put`` of what ``read`` gives; one tensor at a time if its device has no memory for all of them.
-
-        Raises torch.OutOfMemoryError: not even for one, or they must be read ``at_once``.
-        """
-        try:
-            self.put(read(names), copy)
-            return
-        except torch.OutOfMemoryError as error:
-            if at_once or len(names) == 1:
-                raise
-            logger.warning("%d weights are copied one at a time: %s", len(names), error)
-        for name in names:  # here, where the error holds none of those that were read
-            self.put(read([name]), copy)
-
     def describe(self, identity: WeightIdentity) -> Mapping[str, str]:
         """Writes the version's header, and returns every tensor's checksum; who comes second waits for them.
 
         Raises:
-            WeightSyncError: a tensor is not finite, or the run's name has no room in the header.
+            WeightSyncError: a tensor is not finite.
         """
         with self._lock:
             if identity != self._identity:
                 _require_finite(self.tensors)
                 checksums = checksums_by_name(self.tensors)
                 header, room = self._header(identity, checksums), self._header_bytes - _LENGTH_BYTES
-                if len(header) > room:
-                    raise WeightSyncError(
-                        f"a run's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
-                    )
                 self.header[:] = room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room)
                 self._identity, self._checksums = identity, checksums
             return self._checksums
@@ -198,6 +176,11 @@ class SnapshotFile:
         cut = in_buckets(self._specs, max_bytes)
         flats = torch.split(self._flat, [snapshot_bytes(specs) for specs in cut])
         return tuple(WeightBucket(specs, flat) for specs, flat in zip(cut, flats, strict=True))
+
+
+@lru_cache(1)
+def _opened(manifest: tuple[TensorSpec, ...], bucket_bytes: int, path: str) -> SnapshotFile:
+    return SnapshotFile(manifest, bucket_bytes=bucket_bytes, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +237,7 @@ def _allocate(size: int) -> MemoryFile:
             f"rank 0 keeps a copy of the weights in main memory, got {size / 1e9:.1f} GB of weights and "
             f"{available / 1e9:.1f} GB available; give its machine or container more, or train a smaller model"
         )
-    try:
-        return MemoryFile("snapshot", size)
-    except OSError as error:
-        raise WeightSyncError(f"rank 0's copy of the weights got no memory: {error}") from error
+    return MemoryFile("snapshot", size)
 
 
 def _pin(memory: torch.Tensor) -> None:
@@ -278,3 +258,9 @@ def _require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "
                 "lower the learning rate or resume from an earlier checkpoint"
             )
+
+
+def describe_fault(what: str, error: Exception) -> str:
+    """The learner's fault in one line; ours says it by itself."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, WeightSyncError) else f"{what} failed: {type(error).__name__}: {text}"

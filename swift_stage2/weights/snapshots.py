@@ -8,7 +8,7 @@ be left in a collective. A watch ends the process when the main thread is stuck 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,7 @@ from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CudaCopyStream
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary, CanaryAnswer
-from swift_stage2.weights.push import describe_fault
-from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity, describe_fault
 from swift_stage2.weights.tensors import snapshot_bytes
 
 
@@ -176,12 +175,15 @@ class Snapshots:
                 self._control.broadcast({"gather": None})
 
     def _fill(self, snapshot: SnapshotFile, copy: Copy) -> None:
-        # What all ranks gather, one of them cannot gather once more.
-        take = partial(snapshot.take, self.export.read, copy=copy, at_once=self.export.partitioned)
-        for index, names in enumerate(self.export.plan(self._bucket_bytes)):
+        # What all ranks gather comes in buckets; else one tensor at a time, because a device may have no room for more.
+        for index, names in enumerate(self.export.plan(self._bucket_bytes if self.export.partitioned else 1)):
             if self.export.partitioned:
                 self._control.broadcast({"gather": index})
-            if fault := self._take_part("copying the weights", partial(take, names)):
+
+            def put(names: Sequence[str] = names) -> None:
+                snapshot.put(self.export.read(names), copy)
+
+            if fault := self._take_part("copying the weights", put):
                 raise WeightSyncError(fault)
 
     def _answer_canary(self) -> str:

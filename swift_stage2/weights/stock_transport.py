@@ -1,10 +1,17 @@
-"""Carries weights to a stock ``swift rollout`` through vLLM's own group, over NCCL or, without a GPU, over gloo."""
+"""Carries weights to servers that are not ours, through vLLM's own group: NCCL or, without a GPU, gloo.
+
+A stock ``swift rollout`` takes buckets. A plain ``vllm serve`` is driven by vLLM's own weight transfer: pause, join,
+one broadcast a tensor, resume. Backend ``nccl`` of ``--weight-transfer-config``, not packed: the learner is member 0
+and so listens at ``group_port`` of *its own* host, where the workers come. Without a GPU the same calls run over gloo
+(``cpu_support``); they were not run over NCCL. A server whose push fails stays paused, because its model may lie in
+pieces; the next push mends it.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,22 +19,23 @@ import torch
 
 from swift_stage2 import wire as protocol
 from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.errors import ServerFault, WeightSyncError
+from swift_stage2.errors import FaultKind, ServerFault, WeightSyncError
 from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.runtime.network import connection_error, group_remedy, local_address_towards
+from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size
-from swift_stage2.weights.proof import UpdateSpec
-from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket
-from swift_stage2.weights.transport import JOIN_TIMEOUT_S, ServerEndpoint, WeightTransport, not_formed
+from swift_stage2.servers.stock import ask_world_size, vllm_name
+from swift_stage2.weights.snapshot import WeightBucket
+from swift_stage2.weights.transport import Delivery, WeightTransport
 
 _POLL_S = 0.001
-_CLOSE_TIMEOUT_S = 1.0
-_IS_LOST_TIMEOUT_S = 1.0
+_CALL_TIMEOUT_S = 1.0  # of a word between pushes
 _DIAGNOSIS_TIMEOUT_S = 2.0
 _LOOK_FOR_LOST_S = 1.0  # while weights travel
 _SHARE_FOR_JOINING = 0.9  # of the time left; the rest is for finding out why a group did not form
 _ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
+_NO_SUM = ["0" * 16] * 2  # of zeros, in a checksum
+_NUM_SHOWN = 3
 
 
 class StockTransport(WeightTransport):
@@ -47,69 +55,61 @@ class StockTransport(WeightTransport):
     def __init__(self, device: torch.device, api_key: str | None = None) -> None:
         self._device = device
         self._api_key = api_key
+        self._kind = "gloo" if device.type == "cpu" else "nccl"
         self._communicator: Any = None
         self._question: BackgroundCall[bool] | None = None  # to the store, not answered yet
         self._stream: Any = None
         self._joined: str | None = None  # base URL of the server that was asked to join
 
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
-        deadline = spec.deadline
-        kind = "gloo" if self._device.type == "cpu" else "nccl"
-        if self._communicator is not None and not self.is_lost() and self._question is None:
-            return kind
-        self._drop_communicator()
-        host, port = endpoint.group_host or session.host, endpoint.group_port
+    def open(self, push: Delivery) -> str:
+        if self._communicator is None or self.is_lost() or self._question is not None:
+            self._drop_communicator()
+            self._join(push)
+        return self._kind
+
+    def carry(self, push: Delivery) -> None:
+        for bucket in push.snapshot.buckets:
+            push.require_wanted()
+            self._carry_bucket(push, bucket)
+
+    def install(self, push: Delivery, sent: Mapping[str, str]) -> None:
+        push.session.post(protocol.PROCESS_WEIGHTS, {}, push.deadline)
+
+    def _join(self, push: Delivery) -> None:
+        host, port = push.meeting
         try:  # first: a worker that was asked to join would wait for minutes, deaf to every other call
             local_address_towards(host, port)
         except OSError as error:
-            raise not_formed(session, host, port, error, group_remedy(error)) from error
-        world_size = ask_world_size(session, deadline) + 1
-        from vllm.distributed.utils import StatelessProcessGroup
+            raise push.not_formed(error, group_remedy(error)) from error
+        world_size = ask_world_size(push.session, push.deadline) + 1
+        self._joined = push.session.base_url
+        push.session.post(protocol.CLOSE_COMMUNICATOR, {}, push.deadline)
+        bind = push.server.group_bind or push.server.host
+        body = {"host": bind, "port": port, "world_size": world_size}
+        push.session.post(protocol.INIT_COMMUNICATOR, body, push.deadline)
+        join_s = min(push.join_s, _SHARE_FOR_JOINING * push.deadline.remaining_s())
+        try:
+            joining = self._begin_joining(host, port, world_size - 1, world_size, join_s)
+            self._communicator = joining.result_within(join_s)
+        except (RuntimeError, OSError) as error:
+            raise push.not_formed(error, _remedy_for_group(host, port, push.deadline)) from error
 
-        self._joined = session.base_url
-        session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
-        body = {"host": endpoint.group_bind or session.host, "port": port, "world_size": world_size}
-        session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        join_s = min(JOIN_TIMEOUT_S, _SHARE_FOR_JOINING * deadline.remaining_s())
+    def _begin_joining(
+        self, host: str, port: int, rank: int, world_size: int, join_s: float
+    ) -> BackgroundCall[Any]:
+        from vllm.distributed.utils import StatelessProcessGroup
 
         def join() -> Any:
             group = StatelessProcessGroup.create(
-                host=host,
-                port=port,
-                rank=world_size - 1,
-                world_size=world_size,
-                store_timeout=math.ceil(join_s),
+                host=host, port=port, rank=rank, world_size=world_size, store_timeout=math.ceil(join_s)
             )
             return self._connect(group, join_s)
 
-        try:
-            joining = BackgroundCall(join, "joining the weight group")
-            self._communicator = joining.result_within(join_s)
-        except (RuntimeError, OSError) as error:
-            raise not_formed(session, host, port, error, _remedy_for_group(host, port, deadline)) from error
-        return kind
+        return BackgroundCall(join, "joining the weight group")
 
-    def carry(
-        self,
-        session: ServerSession,
-        snapshot: SnapshotFile,
-        deadline: Deadline,
-        require_wanted: Callable[[], None],
-    ) -> None:
-        for bucket in snapshot.buckets:
-            require_wanted()
-            self.carry_bucket(session, snapshot, bucket, deadline)
-
-    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
-        session.post(protocol.PROCESS_WEIGHTS, {}, spec.deadline)
-
-    def carry_bucket(
-        self, session: ServerSession, snapshot: SnapshotFile, bucket: WeightBucket, deadline: Deadline
-    ) -> None:
-        session.post(protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
-        self.send(bucket.flat, deadline)
+    def _carry_bucket(self, push: Delivery, bucket: WeightBucket) -> None:
+        push.session.post(protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, push.deadline)
+        self.send(bucket.flat, push.deadline)
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         """Broadcasts contiguous bytes on the CPU to all members. Raises ServerFault: the server was lost."""
@@ -118,7 +118,7 @@ class StockTransport(WeightTransport):
         communicator = self._communicator
         on_device = self._on_device(flat)  # no part of what a lost server may break
         try:
-            if self._device.type == "cpu":
+            if self._kind == "gloo":
                 communicator.broadcast(on_device, communicator.rank, timeout_s=deadline.remaining_s())
             else:
                 self._send_on_stream(on_device, deadline)
@@ -128,7 +128,7 @@ class StockTransport(WeightTransport):
 
     def is_lost(self) -> bool:
         """A server that is merely silent is not called lost; it may be a busy machine, and rollouts will tell."""
-        return self._asks_in_vain(_IS_LOST_TIMEOUT_S)
+        return self._asks_in_vain(_CALL_TIMEOUT_S)
 
     def _asks_in_vain(self, wait_s: float) -> bool:
         """True if the store's connection has broken. Waits ``wait_s`` at most; the next call reads a late answer."""
@@ -152,12 +152,14 @@ class StockTransport(WeightTransport):
 
     def close(self, deadline: Deadline) -> None:
         self._drop_communicator()
-        if self._joined is not None:
-            base_url, self._joined = self._joined, None
-            with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its push
-                session.post(
-                    protocol.CLOSE_COMMUNICATOR, {}, Deadline(min(_CLOSE_TIMEOUT_S, deadline.remaining_s()))
-                )
+        self._say_goodbye(protocol.CLOSE_COMMUNICATOR, deadline)
+
+    def _say_goodbye(self, path: str, deadline: Deadline) -> None:
+        """To who was asked to join, once: the session of ``open`` ended with its push."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            timeout_s = min(_CALL_TIMEOUT_S, deadline.remaining_s())
+            ServerSession(joined, self._api_key).post(path, {}, Deadline(timeout_s))
 
     def _drop_communicator(self) -> None:
         """NCCL keeps its memory on the device until it is told."""
@@ -166,7 +168,7 @@ class StockTransport(WeightTransport):
             communicator.destroy()
 
     def _connect(self, group: Any, timeout_s: float) -> Any:
-        if self._device.type == "cpu":
+        if self._kind == "gloo":
             return GlooCommunicator(group, timeout_s=timeout_s)
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
@@ -188,7 +190,7 @@ class StockTransport(WeightTransport):
         barrier.result_within(remaining_s)
 
     def _on_device(self, flat: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
+        if self._kind == "gloo":
             return flat
         with torch.cuda.stream(self._own_stream()):
             return flat.to(self._device)
@@ -233,3 +235,145 @@ def _remedy_for_group(host: str, port: int, deadline: Deadline) -> str:
         "its store answers there, so what learner and workers open beside it does not form: let a firewall pass every "
         "TCP port between the two machines, and name the right interface in NCCL_SOCKET_IFNAME on both where it is NCCL"
     )
+
+
+class VllmTransport(StockTransport):
+    """A group that is kept from push to push with the workers of one plain ``vllm serve``."""
+
+    def __init__(self, device: torch.device, api_key: str | None = None) -> None:
+        super().__init__(device, api_key)
+        self._holds: str | None = None  # weight version of the last push, once it has ended
+        self._blank: Mapping[str, str] = {}  # digests of zeros, in the first push after a join
+
+    def open(self, push: Delivery) -> str:
+        """Pauses the server, joins its workers, unless they have been joined, and has them take buckets."""
+        session, deadline = push.session, push.deadline
+        self._holds, holds = None, self._holds
+        is_kept = self._communicator is not None and holds == vllm_serve.ask_weight_version(session, deadline)
+        session.post(vllm_serve.PAUSE, {}, deadline)
+        if not is_kept:
+            self._drop_communicator()
+            _end_leftovers(session, deadline)
+            self._join(push)
+            self._blank = vllm_serve.ask_digests(session, deadline, blank=True)
+        session.post(vllm_serve.START_UPDATE, {}, deadline)
+        return self._kind
+
+    def install(self, push: Delivery, sent: Mapping[str, str]) -> None:
+        """The server holds the weights under its version, and answers again.
+
+        Raises:
+            ServerFault: it does not, or the first push after a join has not reached every parameter.
+        """
+        session, deadline, identity = push.session, push.deadline, push.spec.identity
+        version = str(vllm_serve.WeightVersion(identity.run_id, identity.version))
+        session.post(vllm_serve.FINISH_UPDATE, {"weight_version": version}, deadline)
+        blank, self._blank = self._blank, {}
+        if blank and (left := unreached(blank, vllm_serve.ask_digests(session, deadline), sent)):
+            raise ServerFault(
+                f"{session.base_url} must load every parameter from the learner's tensors, got {len(left)} of "
+                f"{len(blank)} that none reached, {', '.join(left[:_NUM_SHOWN])} for one; serve the learner's model, "
+                "or use swift-stage2 rollout"
+            )
+        session.post(vllm_serve.RESUME, {}, deadline)
+        said = vllm_serve.ask_weight_version(session, deadline)
+        if said != version:
+            raise ServerFault(f"{session.base_url} must hold weight version {version}, got {said!r}")
+        self._holds = version
+
+    def is_lost(self) -> bool:
+        """A process that was started anew has no version of ours; one that is merely silent is not called lost."""
+        if self._holds is None or self._joined is None:
+            return False
+        try:
+            session = ServerSession(self._joined, self._api_key)
+            return vllm_serve.ask_weight_version(session, Deadline(_CALL_TIMEOUT_S)) != self._holds
+        except ServerFault as fault:
+            return fault.kind is not FaultKind.LATE
+
+    def close(self, deadline: Deadline) -> None:
+        """Has the workers leave the group after a whole push; after another one an update may be open, and they would
+        fail: the next join comes first."""
+        self._drop_communicator()
+        holds, self._holds = self._holds, None
+        if holds is not None:
+            self._say_goodbye(vllm_serve.SHUTDOWN_TRANSFER, deadline)
+
+    def _carry_bucket(self, push: Delivery, bucket: WeightBucket) -> None:
+        """Tensor by tensor: the workers wait for one broadcast each."""
+        told = {
+            "names": [spec.name for spec in bucket.specs],
+            "dtype_names": [spec.dtype for spec in bucket.specs],
+            "shapes": [spec.shape for spec in bucket.specs],
+        }
+        taking = _asking(push, vllm_serve.UPDATE_WEIGHTS, {"update_info": told})
+        for spec in bucket.specs:
+            if taking.ended_within(0.0):
+                break  # it has failed: nobody receives any more
+            self.send(push.snapshot.tensors[spec.name], push.deadline)
+        try:
+            taking.result_within(push.deadline.remaining_s())
+        except RuntimeError as error:
+            raise ServerFault(f"{push.session.base_url}: {error}") from error
+
+    def _join(self, push: Delivery) -> None:
+        session, port = push.session, push.server.group_port
+        where = f"{session.base_url}: the weight group did not form"
+        try:
+            world_size = vllm_serve.ask_num_workers(session, push.deadline) + 1
+            host = push.server.group_bind or local_address_towards(push.server.host, push.server.port)
+        except OSError as error:
+            raise ServerFault(f"{where}: {error}") from error
+        told = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        self._joined, join_s = session.base_url, push.join_s
+        end = time.monotonic() + join_s
+        asking = _asking(push, vllm_serve.INIT_TRANSFER, {"init_info": told | {"packed": False}})
+        joining = self._begin_joining(host, port, 0, world_size, join_s)
+        try:
+            while not joining.ended_within(_POLL_S) and time.monotonic() < end:
+                if asking.ended_within(0.0):
+                    asking.result_within(0.0)
+            self._communicator = joining.result_within(0.0)
+            asking.result_within(push.deadline.remaining_s())
+        except (RuntimeError, OSError) as error:
+            raise ServerFault(
+                f"{where} at {host}:{port}, where this learner listens for the workers: {error}; if it lasts, let a "
+                "firewall pass every TCP port between the two machines, or name another group_port or group_bind, "
+                "which is an address of the learner's host"
+            ) from error
+
+    def _settle(self, deadline: Deadline) -> None:
+        """No barrier: vLLM's workers answer the call instead."""
+
+
+def unreached(blank: Mapping[str, str], now: Mapping[str, str], sent: Mapping[str, str]) -> list[str]:
+    """Parameters of vLLM that still are zeros, apart from those for which the ``sent`` tensors are zeros, too."""
+    zeros = {vllm_name(name) for name, checksum in sent.items() if checksum.split(":")[-2:] == _NO_SUM}
+    others = {vllm_name(name) for name, checksum in sent.items() if checksum.split(":")[-2:] != _NO_SUM}
+    left = {
+        name: vllm_name(name.rpartition(":")[2]) for name, digest in now.items() if blank.get(name) == digest
+    }
+    return [name for name, plain in left.items() if plain not in zeros or plain in others]
+
+
+def _asking(push: Delivery, path: str, body: Any) -> BackgroundCall[Any]:
+    """A call that the workers answer once what they wait for has come."""
+    return BackgroundCall(lambda: push.session.post(path, body, push.deadline), f"the answer of {path}")
+
+
+def _end_leftovers(session: ServerSession, deadline: Deadline) -> None:
+    """Ends an update that another learner began, and forgets what it left half loaded: its tensors would be counted
+    among those of this push, and a layer be put together of both."""
+    num_workers = vllm_serve.ask_num_workers(session, deadline)
+    try:
+        session.post(vllm_serve.START_UPDATE, {}, deadline)
+    except ServerFault as fault:
+        if "not configured" in str(fault):
+            raise ServerFault(
+                f"{fault}; start it with {vllm_serve.TRANSFER_OPTION}", kind=fault.kind, status=fault.status
+            ) from fault
+        # vLLM reads one worker's failure, and then takes the others' for the answers to its next call.
+        if "already active" not in str(fault) or num_workers > 1:
+            raise
+    session.post(vllm_serve.FINISH_UPDATE, {}, deadline)
+    session.post(vllm_serve.SHUTDOWN_TRANSFER, {}, deadline)

@@ -19,10 +19,9 @@ from swift_stage2.wire import TensorSpec
 
 _WORD_BYTES = 4
 _ROW_WORDS = 1024
-_CHUNK_WORDS = 4096 * _ROW_WORDS  # what one thread, or one kernel, sums at a time: 16 MiB
+_CHUNK_WORDS = 4096 * _ROW_WORDS  # what one kernel sums at a time: 16 MiB
 _BLOCK_ROWS = 512  # what stays in a core's cache while it is summed by row and by column
 _MOST_THREADS = 16
-_BATCH_BYTES = 256 << 20  # at most so much, or one tensor, is copied to be summed
 _MODULUS = 1 << 64
 
 
@@ -33,54 +32,32 @@ def checksum_tensor(tensor: torch.Tensor) -> str:
     (the scheme of J. G. Fletcher, IEEE Trans. Comm. 30(1), 1982, with modulus 2**64 so that integer
     overflow does the reduction). Any single changed word and any swap of unequal words changes it.
     """
-    return checksum_tensors([tensor])[0]
+    words = _words(tensor)
+    if tensor.device.type == "cpu":
+        plain, weighted = _sums_on_host(words, 0)
+    else:
+        pieces = enumerate(words.split(_CHUNK_WORDS))  # type: ignore[no-untyped-call]
+        sums = [_sums_on_device(piece, index * _CHUNK_WORDS) for index, piece in pieces]
+        plain, weighted = torch.stack(sums).sum(0).tolist()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}:{tensor.nbytes}:{plain % _MODULUS:016x}:{weighted % _MODULUS:016x}"
 
 
 def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """``checksum_tensor`` of each, on the device that holds it; what must be copied for it is bounded.
-
-    Tensors on the CPU are summed by as many threads as the process has cores; a device hands over the sums of some
-    hundred MiB at once.
-    """
-    sums: list[str] = []
-    batch: list[torch.Tensor] = []
-    for tensor in tensors:
-        if batch and (
-            tensor.device != batch[0].device
-            or sum(each.nbytes for each in batch) + tensor.nbytes > _BATCH_BYTES
-        ):
-            sums += _checksum_batch(batch)
-            batch = []
-        batch.append(tensor)
-    return sums + _checksum_batch(batch)
+    """``checksum_tensor`` of each, on the device that holds it; those on the CPU by as many threads as there are
+    cores."""
+    num_threads = min(len(os.sched_getaffinity(0)), len(tensors), _MOST_THREADS)
+    is_large = sum(tensor.nbytes for tensor in tensors) > _CHUNK_WORDS * _WORD_BYTES
+    if num_threads < 2 or not is_large or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [checksum_tensor(tensor) for tensor in tensors]
+    # Threads of Python, because vLLM leaves its workers one thread of torch's; numpy lets go of the GIL.
+    with ThreadPoolExecutor(num_threads, "checksum") as pool:
+        return list(pool.map(checksum_tensor, tensors))
 
 
 def checksums_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """``checksum_tensor`` of each, by its name."""
     return dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
-
-
-def _checksum_batch(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Of tensors on one device."""
-    words = [_words(tensor) for tensor in tensors]
-    chunks = [
-        (index, start) for index, each in enumerate(words) for start in range(0, each.numel(), _CHUNK_WORDS)
-    ]
-    pieces = [(words[index][start : start + _CHUNK_WORDS], start) for index, start in chunks]
-    parts: Iterable[Sequence[int]] = []
-    if pieces and pieces[0][0].device.type != "cpu":
-        parts = torch.stack([_sums_on_device(*piece) for piece in pieces]).tolist()
-    elif pieces:
-        parts = _sum_on_cores(pieces)
-    totals = [[0, 0] for _ in words]
-    for (index, _), (plain, weighted) in zip(chunks, parts, strict=True):
-        totals[index][0] += plain
-        totals[index][1] += weighted
-    return [
-        f"{str(tensor.dtype).removeprefix('torch.')}:{tensor.nbytes}:"
-        f"{plain % _MODULUS:016x}:{weighted % _MODULUS:016x}"
-        for tensor, (plain, weighted) in zip(tensors, totals, strict=True)
-    ]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,17 +73,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int32)
 
 
-def _sum_on_cores(chunks: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[int, int]]:
-    """The sums of chunks on the CPU, each with its start."""
-    num_threads = min(len(os.sched_getaffinity(0)), len(chunks), _MOST_THREADS)
-    if num_threads < 2 or sum(words.numel() for words, _ in chunks) <= _CHUNK_WORDS:
-        return [_sums_on_host(words, start) for words, start in chunks]
-    # Threads of Python, because vLLM leaves its workers one thread of torch's; numpy lets go of the GIL.
-    with ThreadPoolExecutor(num_threads, "checksum") as pool:
-        return list(pool.map(lambda chunk: _sums_on_host(*chunk), chunks))
-
-
-# Plain and weighted sum of a chunk whose first word has position ``start`` + 1. The position of a word is its row's
+# Plain and weighted sum of words whose first word has position ``start`` + 1. The position of a word is its row's
 # start plus its column, so two sums replace a product per word.
 def _sums_on_device(words: torch.Tensor, start: int) -> torch.Tensor:
     rows = torch.nn.functional.pad(words, (0, -words.numel() % _ROW_WORDS)).view(-1, _ROW_WORDS)

@@ -1,4 +1,4 @@
-"""Carries a snapshot from rank 0 to one server of ours; what every transport has to do.
+"""Carries a snapshot from rank 0 to one server: what every transport has to do, and the one to servers of ours.
 
 A transport is used from the push's thread only. ``open`` asks the server to map, listen or read, and connects,
 ``carry`` returns when the server has all of the weights, ``install`` when it holds them; ``close`` may be called at any
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swift_stage2 import wire as protocol
-from swift_stage2.config import RolloutConfig
+from swift_stage2.config import Transport
+from swift_stage2.config.rollout import ServerConfig
 from swift_stage2.errors import ServerFault
 from swift_stage2.runtime.network import group_remedy
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -26,58 +27,53 @@ JOIN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServerEndpoint:
-    """Where one server answers HTTP, and where learner and server meet for weights."""
+class Delivery:
+    """What a push has a transport bring, where to, and on what terms."""
 
-    base_url: str
-    group_port: int
-    group_host: str | None = None
-    """The learner connects to it; by default the host of ``base_url``."""
-    group_bind: str | None = None
-    """A stock server's own address, as it binds what the learner names; by default the host of ``base_url``."""
+    session: ServerSession
+    server: ServerConfig
+    snapshot: SnapshotFile
+    spec: UpdateSpec
+    require_wanted: Callable[[], None] = lambda: None
+    """Raises ServerFault once the push was given up."""
 
+    @property
+    def deadline(self) -> Deadline:
+        """Of every call."""
+        return self.spec.deadline
 
-def endpoints_of(rollout: RolloutConfig) -> tuple[ServerEndpoint, ...]:
-    """The addresses at which each of ``rollout.servers`` answers and takes weights."""
-    return tuple(
-        ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
-        for server in rollout.servers
-    )
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port at which the learner meets the server for weights."""
+        return self.server.group_host or self.server.host, self.server.group_port
 
+    @property
+    def join_s(self) -> float:
+        """Seconds that a connection or a group has to form."""
+        return min(JOIN_TIMEOUT_S, self.deadline.remaining_s())
 
-def not_formed(session: ServerSession, host: str, port: int, error: Exception, remedy: str) -> ServerFault:
-    """Of a stream or group that learner and server could not meet for."""
-    return ServerFault(
-        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts: {remedy}"
-    )
+    def not_formed(self, error: Exception, remedy: str) -> ServerFault:
+        """Of a stream or group that learner and server could not meet for."""
+        host, port = self.meeting
+        return ServerFault(
+            f"{self.session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts: {remedy}"
+        )
 
 
 class WeightTransport(Protocol):
-    """One way to bring a snapshot, whose header is written, to one server."""
+    """One way to bring a snapshot, whose header is written, to one server. Raises ServerFault: the server has failed,
+    was lost or refuses.
+    """
 
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
+    def open(self, push: Delivery) -> str:
         """Returns how the bytes travel, in a word for reports, with the reason where another way was to be had."""
         ...
 
-    def carry(
-        self,
-        session: ServerSession,
-        snapshot: SnapshotFile,
-        deadline: Deadline,
-        require_wanted: Callable[[], None],
-    ) -> None:
-        """Returns when the server has taken all of it; a stock one gets no bucket any more once ``require_wanted``
-        raises. Raises ServerFault: it was lost.
-        """
+    def carry(self, push: Delivery) -> None:
+        """Returns when the server has taken all of it; a stock one gets no bucket of a push that was given up."""
 
-    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
-        """Returns when the server computes with the weights, whose checksums are ``sent``, in full.
-
-        Raises ServerFault: it does not.
-        """
-        ...
+    def install(self, push: Delivery, sent: Mapping[str, str]) -> None:
+        """Returns when the server computes with the weights, whose checksums are ``sent``, in full."""
 
     def is_lost(self) -> bool:
         """True if the connection that the transport keeps between pushes has broken; False where it keeps none.
@@ -88,143 +84,75 @@ class WeightTransport(Protocol):
 
     def close(self, deadline: Deadline) -> None:
         """Ends what ``open`` began and ``install`` has not."""
-        return
-
-
-WrapTransport = Callable[[WeightTransport], WeightTransport]
 
 
 class OurTransport(WeightTransport):
-    """Offers the weights to a server of ours, which takes them beside its generation, and has it install them."""
+    """Offers the weights to a server of ours, which takes them beside its generation, and has it install them.
 
-    def carry(
-        self,
-        session: ServerSession,
-        snapshot: SnapshotFile,
-        deadline: Deadline,
-        require_wanted: Callable[[], None],
-    ) -> None:
-        """Nothing, unless a stream carries them: the bytes are there already."""
+    The server maps the learner's memory where it can, on one host and in one container, and elsewhere gets a stream of
+    the push's own; or it reads the version's file, which is written once for all servers.
+    """
 
-    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
-        request = protocol.InstallRequest(
-            run_id=spec.identity.run_id,
-            version=spec.identity.version,
-            checksums=sent,
-            on_pending=spec.on_pending,
-            timeout_s=spec.deadline.remaining_s(),
-        )
-        body = session.post(protocol.INSTALL, request.to_json(), spec.deadline)
-        check_proof(session, spec, sent, body)
-
-    def _offer(
-        self, session: ServerSession, spec: UpdateSpec, way: protocol.WeightWay, **how: object
-    ) -> protocol.OfferAnswer:
-        offer = protocol.WeightOffer(
-            run_id=spec.identity.run_id,
-            version=spec.identity.version,
-            manifest=spec.manifest,
-            way=way,
-            timeout_s=spec.deadline.remaining_s(),
-            **how,  # type: ignore[arg-type]
-        )
-        body = session.post(protocol.WEIGHTS, offer.to_json(), spec.deadline)
-        return session.read(protocol.WEIGHTS, protocol.OfferAnswer.from_json, body)
-
-
-class StreamTransport(OurTransport):
-    """A fresh connection for every push, so that nothing of a failed one survives it."""
-
-    def __init__(self) -> None:
+    def __init__(self, wanted: Transport = Transport.AUTO, disk: DiskVersions | None = None) -> None:
+        """``disk`` is there if weights travel by a directory."""
+        self._wanted = wanted
+        self._disk = disk
         self._stream: WeightStream | None = None
 
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
-        host, port = endpoint.group_host or session.host, endpoint.group_port
-        way = protocol.WeightWay.STREAM
-        answer = self._offer(session, spec, way, port=port, num_bytes=snapshot.file.num_bytes)
+    def open(self, push: Delivery) -> str:
+        refusal = ""
+        if self._disk is not None:
+            self._disk.store(push.snapshot, push.spec.identity, push.deadline)
+            answer = self._offer(push, protocol.WeightWay.DISK)
+            if not answer.taken:
+                raise ServerFault(f"{push.session.base_url} takes no weights from its disk: {answer.message}")
+            return protocol.WeightWay.DISK
+        if self._wanted is not Transport.TCP:
+            answer = self._offer(push, protocol.WeightWay.SHARED_MEMORY, path=push.snapshot.file.path)
+            if answer.taken:
+                return protocol.WeightWay.SHARED_MEMORY
+            refusal = f" ({answer.message})"
+        (host, port), num_bytes = push.meeting, push.snapshot.file.num_bytes
+        answer = self._offer(push, protocol.WeightWay.STREAM, port=port, num_bytes=num_bytes)
         if not answer.taken or answer.secret is None:
-            raise ServerFault(f"{session.base_url} takes no weights by a stream: {answer.message}")
-        join_s = min(JOIN_TIMEOUT_S, spec.deadline.remaining_s())
+            raise ServerFault(f"{push.session.base_url} takes no weights by a stream: {answer.message}")
         try:
-            self._stream = connect_stream(host, port, answer.secret, join_s)
+            self._stream = connect_stream(host, port, answer.secret, push.join_s)
         except OSError as error:
-            raise not_formed(session, host, port, error, group_remedy(error)) from error
-        return way
+            raise push.not_formed(error, group_remedy(error)) from error
+        return protocol.WeightWay.STREAM + refusal
 
-    def carry(
-        self,
-        session: ServerSession,
-        snapshot: SnapshotFile,
-        deadline: Deadline,
-        require_wanted: Callable[[], None],
-    ) -> None:
-        if self._stream is None:
-            raise ServerFault("the weight stream is not open")
-        try:
-            self._stream.send(snapshot.file.memory, deadline.remaining_s())
-        except OSError as error:
-            raise ServerFault(f"the server was lost while weights were sent: {error}") from error
+    def carry(self, push: Delivery) -> None:
+        if self._stream is not None:  # else the bytes are there already
+            try:
+                self._stream.send(push.snapshot.file.memory, push.deadline.remaining_s())
+            except OSError as error:
+                raise ServerFault(f"the server was lost while weights were sent: {error}") from error
+
+    def install(self, push: Delivery, sent: Mapping[str, str]) -> None:
+        request = protocol.InstallRequest(
+            run_id=push.spec.identity.run_id,
+            version=push.spec.identity.version,
+            checksums=sent,
+            on_pending=push.spec.on_pending,
+            timeout_s=push.deadline.remaining_s(),
+        )
+        body = push.session.post(protocol.INSTALL, request.to_json(), push.deadline)
+        check_proof(push.session, push.spec, sent, body)
 
     def close(self, deadline: Deadline) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
-
-class MappedTransport(StreamTransport):
-    """Lets a server map the snapshot where it can, on one host and in one container; elsewhere a stream."""
-
-    def __init__(self, *, required: bool = False) -> None:
-        """``required``: a server that cannot map the memory is at fault."""
-        super().__init__()
-        self._required = required
-        self._is_mapped = False
-
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
-        way = protocol.WeightWay.SHARED_MEMORY
-        answer = self._offer(session, spec, way, path=snapshot.file.path)
-        self._is_mapped = answer.taken
-        if self._is_mapped:
-            return way
-        if self._required:
-            raise ServerFault(
-                f"{session.base_url} must map the learner's memory, got: {answer.message}; write "
-                "rollout.sync.transport: auto, or start it on the learner's host, in its container and as its user"
-            )
-        return f"{super().open(session, endpoint, snapshot, spec)} ({answer.message})"
-
-    def carry(
-        self,
-        session: ServerSession,
-        snapshot: SnapshotFile,
-        deadline: Deadline,
-        require_wanted: Callable[[], None],
-    ) -> None:
-        if not self._is_mapped:  # else the bytes are there already
-            super().carry(session, snapshot, deadline, require_wanted)
-
-
-class DiskTransport(OurTransport):
-    """Has a server read the version's file, which is written once for all of them."""
-
-    def __init__(self, disk: DiskVersions, info: protocol.ServerInfo) -> None:
-        self._disk = disk
-        self._reads_disk = info.reads_disk
-
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
-        if not self._reads_disk:
-            raise ServerFault(
-                f"{session.base_url} must read weights from a directory, got a server without --weights-root; start it "
-                f"with --weights-root {self._disk.directory}, or write rollout.sync.transport: auto"
-            )
-        self._disk.store(snapshot, spec.deadline)
-        answer = self._offer(session, spec, protocol.WeightWay.DISK)
-        if not answer.taken:
-            raise ServerFault(f"{session.base_url} takes no weights from its disk: {answer.message}")
-        return protocol.WeightWay.DISK
+    def _offer(self, push: Delivery, way: protocol.WeightWay, **how: object) -> protocol.OfferAnswer:
+        offer = protocol.WeightOffer(
+            run_id=push.spec.identity.run_id,
+            version=push.spec.identity.version,
+            manifest=push.spec.manifest,
+            way=way,
+            timeout_s=push.deadline.remaining_s(),
+            **how,  # type: ignore[arg-type]
+        )
+        body = push.session.post(protocol.WEIGHTS, offer.to_json(), push.deadline)
+        return push.session.read(protocol.WEIGHTS, protocol.OfferAnswer.from_json, body)

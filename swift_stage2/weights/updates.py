@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import RoundOutcome, ServerReport
-from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
-from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
+from swift_stage2.servers.health_check import HealthCheck, JoiningServer
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.proof import CanarySchedule, UpdateSpec
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import Canary, UpdateSpec
 from swift_stage2.weights.publisher import Publisher, PushResult
-from swift_stage2.weights.push import describe_fault
+from swift_stage2.weights.snapshot import describe_fault
 from swift_stage2.weights.snapshots import Snapshots, TakenSnapshot
 
 _SHARE_FOR_CALLS = 0.8  # of a push's time: only what hangs has to be given up at the whole of it
 _SHARE_FOR_TURN = 0.5  # of what a server has for its install, which then takes as long as the first one's
+_LOOK_S = 0.005
 _LAST_PUSH_S = 10.0  # for one that has not ended when training has
 
 
@@ -56,18 +60,14 @@ class UpdateNews:
             raise WeightSyncError(self.learner_fault)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _NEWS.dump_python(self, mode="json")  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> UpdateNews:
-        outcome = data["outcome"]
-        return cls(
-            outcome=RoundOutcome.from_json(outcome) if outcome is not None else None,
-            joining=tuple(
-                JoiningServer(each["server"], ServerKind(**each["kind"])) for each in data["joining"]
-            ),
-            learner_fault=data["learner_fault"],
-        )
+        return _NEWS.validate_python(data)
+
+
+_NEWS = TypeAdapter(UpdateNews)
 
 
 @dataclass(slots=True)
@@ -114,8 +114,9 @@ class Updates:
         self._straggler_s = straggler_s
         self._sync_every_steps = sync_every_steps
         self._on_lost = on_lost
-        self._canaries = CanarySchedule(sync.canary_every_rounds)
-        self._heap = HeapTrim()
+        self._wired: set[int] = (
+            set()
+        )  # servers that have answered a canary, and that checksums have proven since
         self._newest: _Newest | None = None
         self._ends: dict[int, tuple[float, str]] = {}  # of running pushes: moment and limit
         self._joining: list[JoiningServer] = []
@@ -128,7 +129,7 @@ class Updates:
     def canary_due(self) -> bool:
         """Whether the learner has to answer the canary under the next version's weights."""
         takers = [server for server, life in enumerate(self.lives) if life.state is not LifeState.AWAY]
-        return self._sync.proof is not Proof.CHECKSUM and self._canaries.is_due(takers)
+        return self._needs_canary(*takers)
 
     def start(self) -> None:
         """Starts the health check."""
@@ -144,7 +145,6 @@ class Updates:
     def facts(self, step: int) -> UpdateFacts:
         """Takes in what has come of pushes and health checks, and says what all ranks must agree on."""
         self._step = step
-        self._publisher.revive()
         for server, result in self._publisher.take_results():
             self._take_result(server, result)
         self._give_up_late()
@@ -194,7 +194,8 @@ class Updates:
 
     def take_news(self) -> UpdateNews:
         """What all ranks are to be told; told once."""
-        outcome = self._take_outcome() if self._has_outcome else None
+        newest = self._newest
+        outcome = self._take_outcome(newest) if newest is not None and self._has_outcome else None
         joining, self._joining = tuple(self._joining), []
         return UpdateNews(outcome=outcome, joining=joining, learner_fault=self._fault)
 
@@ -215,9 +216,7 @@ class Updates:
     def _has_outcome(self) -> bool:
         return self._newest is not None and bool(self._newest.reports) and not self._is_publishing
 
-    def _take_outcome(self) -> RoundOutcome:
-        newest = self._newest
-        assert newest is not None
+    def _take_outcome(self, newest: _Newest) -> RoundOutcome:
         taken, now = newest.taken, time.monotonic()
         first = not newest.was_told
         outcome = RoundOutcome(
@@ -230,7 +229,6 @@ class Updates:
             snapshot_seconds=taken.seconds if first else 0.0,
         )
         newest.reports, newest.was_told, newest.were_asked = {}, True, True
-        self._heap.after_round()
         return outcome
 
     def _serves(self, server: int) -> bool:
@@ -238,8 +236,11 @@ class Updates:
         newest = self._newest
         if newest is None or newest.taken.fault or self._step - newest.step >= self._sync_every_steps:
             return False
-        needs_canary = self._sync.proof is not Proof.CHECKSUM and self._canaries.is_due([server])
-        return newest.taken.canary is not None or not needs_canary
+        return newest.taken.canary is not None or not self._needs_canary(server)
+
+    def _needs_canary(self, *servers: int) -> bool:
+        proof = self._sync.proof
+        return proof is Proof.CANARY or (proof is Proof.AUTO and not self._wired.issuperset(servers))
 
     def _push_where_possible(self) -> None:
         newest = self._newest
@@ -292,31 +293,30 @@ class Updates:
         try:
             self._publisher.push(server, spec, newest.taken.file)
         except Exception as error:  # rank 0 must reach the next agreement
-            self._take_result(server, PushResult.failed(describe_fault("the push", error)))
+            self._take_result(server, ServerReport.failed(describe_fault("the push", error)))
 
     def _take_result(self, server: int, result: PushResult) -> None:
         self._ends.pop(server, None)
         life, newest = self.lives[server], self._newest
         assert newest is not None
-        self._fault = self._fault or result.learner_fault or ""
+        if isinstance(result, WeightSyncError):
+            self._fault = self._fault or str(result)
+            result = ServerReport.failed("the learner's weights cannot be pushed")
         if not life.is_pushing:
             return  # it was suspected meanwhile: the newest word counts
-        report = result.report or ServerReport.failed("the learner's weights cannot be pushed")
-        if report.proven and self._publisher.is_lost(server):
-            report = replace(
-                report, proven=False, error="the server was lost after it had proven the weights"
-            )
-        newest.reports[server] = report
-        by_checksums = report.proven and "checksums" in report.proof
-        self._canaries.record(server, asked=newest.taken.canary is not None, by_checksums=by_checksums)
-        if report.proven:
-            life.proved(newest.number)
-        else:
+        newest.reports[server] = result
+        if not result.proven:
             self._fail(server)
+            return
+        life.proved(newest.number)
+        if "checksums" not in result.proof:
+            self._wired.discard(server)
+        elif newest.taken.canary is not None:
+            self._wired.add(server)
 
     def _fail(self, server: int) -> None:
         if self.lives[server].failed(self._step):
-            self._canaries.forget(server)
+            self._wired.discard(server)
             self._publisher.distrust(server)
 
     def _give_up_late(self) -> None:
@@ -330,3 +330,79 @@ class Updates:
 
     def _watch_away(self) -> None:
         self._health.watch([server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY])
+
+
+class WaitedUpdates:
+    """Brings servers, of which nobody else asks anything, the weights of the moment."""
+
+    def __init__(
+        self,
+        num_servers: int,
+        *,
+        export: WeightExport,
+        canary: Canary,
+        publisher: Publisher,
+        run_id: str,
+        sync: SyncConfig,
+        **snapshots: Any,
+    ) -> None:
+        """``snapshots``: further settings of ``Snapshots``."""
+        self.version = 0
+        self.lives = [ServerLife(1, 1, state=LifeState.AWAY) for _ in range(num_servers)]
+        alone: dict[str, Any] = {"control": SingleRank(), "timeout_s": sync.timeout_s}
+        settings = alone | {"bucket_mib": sync.bucket_mib} | snapshots
+        self.snapshots = Snapshots(export=export, canary=canary, run_id=run_id, **settings)
+        self.updates = Updates(
+            self.lives,
+            snapshots=self.snapshots,
+            publisher=publisher,
+            health=HealthCheck(base_urls=(), api_key=None),
+            sync=sync,
+            straggler_s=sync.timeout_s,
+            sync_every_steps=1,
+        )
+
+    def run(self, targets: Sequence[int], *, version: int | None = None) -> RoundOutcome:
+        """The next version for ``targets``, by number; returns when every push has ended, in its time.
+
+        ``version``: greater than those before; by default by one.
+
+        Raises:
+            WeightSyncError: the learner's weights cannot be pushed.
+        """
+        self.begin(targets, version=version)
+        return self.wait()  # deadline: the pushes' own
+
+    def begin(self, targets: Sequence[int], *, version: int | None = None) -> None:
+        """The first part of ``run``: takes the snapshot."""
+        self.updates.facts(self.version)  # what was lost since then shall not be lost in between
+        self.version = self.version + 1 if version is None else version
+        self._targets = targets
+        for server in targets:
+            self.lives[server].answered()
+        if taken := self.snapshots.take(self.version, canary_due=self.updates.canary_due):
+            self.updates.begin(taken, self.version)
+
+    def wait(self) -> RoundOutcome:
+        """The second part. Raises as ``run`` does."""
+        while (outcome := self.look()) is None:  # bounded by the pushes' deadlines
+            time.sleep(_LOOK_S)
+        return outcome
+
+    def look(self) -> RoundOutcome | None:
+        """How it has ended, once it has. Raises as ``run`` does."""
+        facts = self.updates.facts(self.version)
+        self.updates.take_in(facts.proven, suspect=(), drained=range(len(self.lives)))
+        if facts.has_news:
+            news = self.updates.take_news()
+            news.require_no_fault()
+            return news.outcome
+        if not facts.publishing and not any(facts.closed):
+            lost = ServerReport.failed("the server was lost before anything was pushed to it")
+            return RoundOutcome(self.version, dict.fromkeys(self._targets, lost))
+        return None
+
+    def close(self) -> None:
+        """Ends what runs and frees what is kept. May be called again."""
+        self.updates.close()
+        self.snapshots.close()

@@ -207,26 +207,15 @@ def _with_settings(settings: dict[str, Any], written: dict[str, Any]) -> dict[st
     return {**settings, "stage2_ab": {**settings["stage2_ab"], "task_settings": written}}
 
 
-_BOTH = """
-import sys
-sys.path[:0] = {folders}
-from paced import PacedTrainer, register_trainer
-from recording_plugin import RecordingTrainer
-class Both(PacedTrainer, RecordingTrainer): pass
-register_trainer(Both)
-"""
-
-
 @pytest.fixture(scope="module")
 def counting_run(
     tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server, files: Path
 ) -> LearnerRun:
-    """A learner with the page's task and transport, which waits for packs, rounds and evaluations."""
+    """A learner with the page's task, which waits for packs, rounds and evaluations."""
     directory = tmp_path_factory.mktemp("runs") / "counting"
     rows = directory.parent / "counted.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in _counted(read_rows(rows_file))))
-    (files / "both.py").write_text(_BOTH.format(folders=[str(files), str(RECORDER.parent)]))
-    plugins = [str(TEMPLATE), str(files / "counting.py"), str(files / "both.py")]
+    plugins = [str(TEMPLATE), str(files / "counting.py"), str(RECORDER)]
     config = write_config(
         directory,
         rows,
@@ -272,19 +261,6 @@ def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
             == record["ratios"]["recall"]
         )
         assert "error" in record["ratios"]
-
-
-# --- a transport -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_transport_of_a_users_trainer_carries_every_round(counting_run: LearnerRun) -> None:
-    rounds = counting_run.audit(0, "round")
-    assert rounds
-    for record in rounds:
-        (report,) = record["servers"].values()
-        assert report["proof"].startswith("checksums"), report
-        assert report["seconds"]["push"] >= report["num_bytes"] / 200e6, "as slow as it is asked to be"
 
 
 # --- an engine ---------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
@@ -47,7 +48,7 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
-from swift_stage2.config import DecodingConfig, GrpoConfig, PackingConfig
+from swift_stage2.config import DecodingConfig, GrpoConfig, PackingConfig, Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
@@ -61,6 +62,7 @@ from swift_stage2.records import (
     Sample,
     SampleKey,
     Segment,
+    ServerReport,
     Target,
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
@@ -78,7 +80,6 @@ from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.snapshots import Snapshots
-from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.updates import Updates
 
 _HORIZON_S = 150.0
@@ -294,7 +295,7 @@ class WatchedUpdates(Updates):
         counts = life.is_pushing
         super()._take_result(server, result)
         is_proven = counts and life.state is LifeState.PROVEN
-        error = result.report.error if result.report is not None else result.learner_fault
+        error = result.error if isinstance(result, ServerReport) else str(result)
         self.scene.ledger.push_ends(
             self.scene.servers[server], is_proven=is_proven, error=error, counts=counts
         )
@@ -585,7 +586,7 @@ class Scene:
             [ServerLife(1, 64, stages=stages) for stages in setting.staging],
             snapshots=snapshots,
             publisher=ThreadPublisher(
-                [ServerEndpoint(url, 1) for url in urls],
+                [cast(Any, SimpleNamespace(base_url=url)) for url in urls],
                 lambda info: VirtualTransport(_NETWORK.servers),
             ),
             health=HealthCheck(base_urls=urls, api_key=None, interval_s=0.25),
@@ -593,7 +594,7 @@ class Scene:
                 timeout_s=SYNC_TIMEOUT_S,
                 on_pending=setting.on_pending,
                 rolling=setting.rolling,
-                canary_every_rounds=2,
+                proof=Proof.CANARY,
             ),
             straggler_s=setting.straggler_s,
             sync_every_steps=setting.sync_every_steps,

@@ -19,10 +19,8 @@ from swift_stage2.columns import LOG_PROBS
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import infer_wire, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.proof import UpdateSpec
-from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import checksum_tensor
-from swift_stage2.weights.transport import OurTransport, ServerEndpoint
+from swift_stage2.weights.transport import Delivery, OurTransport
 
 FOR_EVER = 1e6
 Weights = tuple[float, ...]
@@ -375,44 +373,43 @@ class VirtualTransport(OurTransport):
     """Carries weights to one server, in buckets to a stock one, whose group lives from push to push."""
 
     def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
+        super().__init__()
         self._servers = servers
         self._server: VirtualServer | None = None
         self._joined: str | None = None
         self._version = 0
 
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
-        server, self._version = self._servers[session.base_url], spec.identity.version
+    def open(self, push: Delivery) -> str:
+        session, deadline = push.session, push.deadline
+        server, self._version = self._servers[session.base_url], push.spec.identity.version
         if not server.stock:
-            self._offer(session, spec, wire.WeightWay.STREAM, port=1, num_bytes=snapshot.file.num_bytes)
+            self._offer(push, wire.WeightWay.STREAM, port=1, num_bytes=push.snapshot.file.num_bytes)
         elif self._server is None or self.is_lost():
-            session.get(wire.WORLD_SIZE, spec.deadline)
-            session.post(wire.CLOSE_COMMUNICATOR, {}, spec.deadline)
-            session.post(wire.INIT_COMMUNICATOR, {}, spec.deadline)
+            session.get(wire.WORLD_SIZE, deadline)
+            session.post(wire.CLOSE_COMMUNICATOR, {}, deadline)
+            session.post(wire.INIT_COMMUNICATOR, {}, deadline)
         else:
             return "virtual"
         self._server, self._joined = server, server.incarnation
         return "virtual"
 
-    def carry(
-        self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, require_wanted: Any
-    ) -> None:
+    def carry(self, push: Delivery) -> None:
         assert self._server is not None
+        tensors = push.snapshot.tensors
         if not self._server.stock:
-            self._send(snapshot.tensors, deadline)
+            self._send(tensors, push.deadline)
             return
-        for bucket in snapshot.buckets:
-            require_wanted()
-            session.post(wire.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
-            self._send({spec.name: snapshot.tensors[spec.name] for spec in bucket.specs}, deadline)
+        for bucket in push.snapshot.buckets:
+            push.require_wanted()
+            push.session.post(wire.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, push.deadline)
+            self._send({spec.name: tensors[spec.name] for spec in bucket.specs}, push.deadline)
 
-    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
+    def install(self, push: Delivery, sent: Mapping[str, str]) -> None:
         assert self._server is not None
         if self._server.stock:
-            session.post(wire.PROCESS_WEIGHTS, {}, spec.deadline)
+            push.session.post(wire.PROCESS_WEIGHTS, {}, push.deadline)
         else:
-            super().install(session, spec, sent)
+            super().install(push, sent)
 
     def _send(self, tensors: Mapping[str, Any], deadline: Deadline) -> None:
         server = self._server

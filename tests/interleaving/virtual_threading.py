@@ -25,7 +25,6 @@ from swift_stage2.scheduling import horizon, version_clock
 from swift_stage2.servers import health_check
 from swift_stage2.servers import session as server_session
 from swift_stage2.weights import publisher, snapshot, snapshots, updates
-from swift_stage2.weights import push as server_push
 
 _active: Scheduler | None = None
 
@@ -331,10 +330,10 @@ class Executor:
 
 _WITH_THREADING = (
     attempts, client, evaluation, fence, health_check, pipeline, publisher, ready_queue, sample_source,
-    server_client, server_push, server_state, snapshot, version_clock,
+    server_client, server_state, snapshot, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    attempts, batch, client, learner, learner_versions, horizon, pipeline, server_client, server_push, server_session,
+    attempts, batch, client, learner, learner_versions, horizon, pipeline, publisher, server_client, server_session,
     snapshots, updates,
 )  # fmt: skip
 
@@ -373,7 +372,6 @@ def installed(
         (httpx, "AsyncHTTPTransport", make_async_transport),
         (client, "CallLoop", make_loop),
         (server_session, "run", run_on(make_loop)),
-        (server_push.ServerPush, "__bases__", (Thread,)),
         (snapshots, "RoundWatch", NoWatch),
         # Bound when these were defined, so that a name put into the module comes too late.
         (server_session.Deadline.__init__, "__defaults__", (TimeNames.monotonic,)),

@@ -17,14 +17,13 @@ from live_server import free_port, load_learner, train_a_little
 from stock_server import ServerProcess
 from stopped_process import stop_process
 from test_weight_sync import GenerateCanary, require_each_push_answered
-from weight_updates import make_updates
+from weight_updates import make_updates, server_at
 
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import infer_wire
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.transport import ServerEndpoint
 
 _CPU = torch.device("cpu")
 
@@ -37,7 +36,7 @@ class Learner:
         self.module = load_learner(seed=seed)
         self.canary = GenerateCanary(self.module)
         self.group_port = free_port()
-        endpoints = [ServerEndpoint(server.base_url, self.group_port)]
+        endpoints = [server_at(server.base_url, self.group_port)]
         self.publisher = ThreadPublisher(endpoints, lambda info: transport(_CPU))
         self.sync = make_updates(self.module, self.publisher, canary=self.canary)
 
@@ -103,7 +102,7 @@ class _SendsTheFirstVersionAgain(StockTransport):
 def test_the_canary_catches_weights_that_did_not_move(stock: ServerProcess) -> None:
     learner = Learner(stock, transport=_SendsTheFirstVersionAgain)
     assert learner.push().proven == (0,)
-    transport = learner.publisher._transports[0]
+    transport = learner.publisher._kept[0]
     assert isinstance(transport, _SendsTheFirstVersionAgain)
     transport.again = True
     train_a_little(learner.module)
@@ -162,7 +161,7 @@ def test_a_server_that_dies_between_two_pushes_is_lost_without_being_asked(tmp_p
         stop_process(worker.pid)
         assert learner.publisher.lost_servers() == ()  # silent; rollouts will tell
         worker.resume()
-        transport = learner.publisher._transports[0]
+        transport = learner.publisher._kept[0]
         assert isinstance(transport, StockTransport)
         question = transport._question
         assert question is not None

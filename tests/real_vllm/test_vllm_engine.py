@@ -26,7 +26,7 @@ from waiting import wait_for
 from swift_stage2 import wire
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.weights.disk_versions import DiskVersions
-from swift_stage2.weights.transport import DiskTransport
+from swift_stage2.weights.transport import OurTransport
 
 DEADLINE_S = 120.0
 K_PROJ = "model.language_model.layers.1.self_attn.k_proj.weight"  # one of three in vLLM's parameter
@@ -205,7 +205,7 @@ def test_workers_load_what_the_server_has_read_from_a_directory(
 ) -> None:
     disk = DiskVersions(weights_root, keep=1)
     learner.publisher.disk = disk
-    learner.publisher.make_transport = lambda info: DiskTransport(disk, info)
+    learner.publisher.make_transport = lambda info: OurTransport(disk=disk)
     outcome = learner.push()
     assert outcome.proven == (0,), outcome.reports[0].error
     assert (outcome.reports[0].transport, outcome.reports[0].proof) == ("disk", "checksums+canary")

@@ -18,10 +18,10 @@ from rollout_batch import generate
 from stock_server import ServerProcess
 from test_weight_sync import GenerateCanary
 from torchrun_job import run_learner, write_config
-from weight_updates import make_updates, mark_suspect
+from weight_updates import make_updates, mark_suspect, server_at
 
 from swift_stage2.channel_b.rollouts import RolloutClient
-from swift_stage2.config import DecodingConfig
+from swift_stage2.config import DecodingConfig, Transport
 from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.errors import ServerFault
 from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
@@ -29,8 +29,8 @@ from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.publisher import ThreadPublisher
-from swift_stage2.weights.transport import ServerEndpoint
-from swift_stage2.weights.vllm_transport import VllmTransport
+from swift_stage2.weights.stock_transport import VllmTransport
+from swift_stage2.weights.transport import OurTransport
 
 pytestmark = pytest.mark.skipif(
     Version(vllm.__version__) < Version("0.32"), reason="a plain vllm serve needs vLLM 0.32"
@@ -60,7 +60,7 @@ class Learner:
         self.canary = GenerateCanary(self.module)
         self.transport = transport
         self.publisher = ThreadPublisher(
-            [ServerEndpoint(server.base_url, free_port())], lambda info: self.transport(_CPU)
+            [server_at(server.base_url, free_port())], lambda info: self.transport(_CPU)
         )
         self.sync = make_updates(self.module, self.publisher, canary=self.canary)
         with ServerSession(server.base_url) as session:
@@ -106,7 +106,9 @@ def _tokens(outcome: BatchOutcome) -> list[tuple[int, ...]]:
 def test_pushes_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: Learner) -> None:
     """Greedy tokens and prompts of images equal those of our vLLM engine after a push of the same weights."""
     with engine_here() as ours:
-        publisher = ThreadPublisher([ServerEndpoint(ours.base_url, free_port())], _stream)
+        publisher = ThreadPublisher(
+            [server_at(ours.base_url, free_port())], lambda info: OurTransport(Transport.TCP)
+        )
         our_sync = make_updates(learner.module, publisher, canary=learner.canary)
         answers = []
         for version in range(1, 4):
@@ -132,12 +134,6 @@ def test_pushes_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
             train_a_little(learner.module)
         our_sync.close()
     assert len(set(answers)) == 3  # the pushes really moved something
-
-
-def _stream(info: Any) -> Any:
-    from swift_stage2.weights.transport import StreamTransport
-
-    return StreamTransport()
 
 
 class _LeavesOneOut(VllmTransport):

@@ -219,5 +219,4 @@ def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
     learner = make_learner(server, tmp_path)
     with closing(learner.sync):
         error = str(learner.push().reports[0].error)
-    assert f"start it with --weights-root {tmp_path}, or write rollout.sync.transport: auto" in error
-    assert list(tmp_path.iterdir()) == []
+    assert "must be told where to read weights" in error

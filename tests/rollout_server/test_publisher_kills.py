@@ -19,12 +19,10 @@ import pytest
 import torch
 from live_server import LearnerRound, RunningServer, free_port, load_learner, text_request
 from waiting import wait_for
-from weight_updates import make_updates_by_checksums, publisher_setup
+from weight_updates import make_updates_by_checksums, process_publisher, server_at
 
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
-from swift_stage2.weights.publisher_process import ProcessPublisher
-from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.wire import WeightProof
 
 RUN = "killed-run"
@@ -38,8 +36,7 @@ class Learner:
     def __init__(self, server: RunningServer, run_id: str = RUN, **setup: Any) -> None:
         self.module = load_learner(seed=1)
         self._generator = torch.Generator().manual_seed(2)
-        endpoint = ServerEndpoint(server.base_url, free_port())
-        self.publisher = ProcessPublisher(publisher_setup(endpoint, **setup))
+        self.publisher = process_publisher(server_at(server.base_url, free_port()), **setup)
         self.sync = make_updates_by_checksums(self.module, self.publisher, run_id=run_id)
         self._versions = server.versions
 
@@ -55,7 +52,7 @@ class Learner:
         kill.start()
         outcome = self.sync.run([0], version=next(self._versions))
         kill.join()  # also where the push was over first: the kill is not the next one's
-        wait_for(lambda: self.publisher.pid != pid or self.publisher._worker.has_ended)
+        wait_for(lambda: self.publisher.pid != pid or self.publisher.has_ended)
         return outcome
 
 

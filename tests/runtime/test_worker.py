@@ -20,71 +20,66 @@ from swift_stage2.runtime.worker import start_worker
 
 PATIENCE_S = 60.0
 ECHO = """
-import os, signal, sys
+import os, sys
 from swift_stage2.runtime.worker import serve_rank
 
 if __name__ == "__main__":
     descriptor = int(sys.argv[1])
-    with serve_rank(descriptor, int(sys.argv[2])) as (channel, connection):
+    with serve_rank(descriptor, int(sys.argv[2])) as connection:
         files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
         sockets = [name for name in files if os.path.lexists(name) and "socket:" in os.readlink(name)]
         word = {"environment": dict(os.environ), "stdin": os.readlink("/proc/self/fd/0")}
         connection.send(word | {"num_sockets": len(sockets), "inheritable": os.get_inheritable(descriptor)})
-        try:
-            while True:
-                connection.send(connection.recv())
-        except EOFError:
-            pass
+        while True:
+            connection.send(connection.recv())
 """
 
 
 @pytest.fixture(autouse=True)
 def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "echo_worker.py").write_text(ECHO)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @contextmanager
-def started(**environment: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, dict[str, Any]]]:
+def started() -> Iterator[tuple[subprocess.Popen[bytes], Connection, dict[str, Any]]]:
     """The process, the rank's connection to it, and its word of itself."""
-    process, ours = start_worker("echo_worker", environment)
+    process, connection = start_worker("echo_worker")
     with process:
         try:
-            with ours, Connection(os.dup(ours.fileno())) as connection:
+            with connection:
                 assert connection.poll(PATIENCE_S)
                 yield process, connection, connection.recv()
         finally:
             process.kill()
 
 
-def test_it_hears_its_rank_and_knows_nothing_of_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_hears_its_rank_knows_nothing_of_the_other_ranks_and_passes_its_socket_on_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("SOMETHING", "else")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with started(CUDA_VISIBLE_DEVICES="") as (_, connection, word):
+    with started() as (_, connection, word):
         connection.send(["a message"])
         assert connection.poll(PATIENCE_S)
         assert connection.recv() == ["a message"]
     environment = word["environment"]
     assert [name for name, value in environment.items() if value == "7"] == []
-    assert (environment["SOMETHING"], environment["CUDA_VISIBLE_DEVICES"]) == ("else", "")
-    assert (environment["OMP_NUM_THREADS"], environment["LOG_LEVEL"]) == ("1", "ERROR")
+    assert (environment["SOMETHING"], environment["OMP_NUM_THREADS"]) == ("else", "1")
+    assert environment["LOG_LEVEL"] == "ERROR"
     assert word["stdin"] == "/dev/null"
-
-
-def test_nothing_that_it_starts_inherits_its_socket_and_it_holds_no_other() -> None:
-    with started() as (_, _, word):
-        assert word["inheritable"] is False
-        assert word["num_sockets"] == 2  # the descriptor and the connection's duplicate of it
+    assert word["inheritable"] is False
+    assert word["num_sockets"] == 1
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_it_ends_quietly_when_its_rank_closes(capfd: pytest.CaptureFixture[str], is_heard: bool) -> None:
     """A message that the rank has not read makes the kernel reset the connection."""
-    process, ours = start_worker("echo_worker", {})
+    process, connection = start_worker("echo_worker")
     with process:
-        with ours, Connection(os.dup(ours.fileno())) as connection:
+        with connection:
             assert connection.poll(PATIENCE_S)
             if is_heard:
                 connection.recv()
@@ -93,10 +88,10 @@ def test_it_ends_quietly_when_its_rank_closes(capfd: pytest.CaptureFixture[str],
 
 
 def test_a_signal_that_comes_before_its_first_instruction_leaves_it_to_its_rank() -> None:
-    process, ours = start_worker("echo_worker", {})
+    process, connection = start_worker("echo_worker")
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
-    with process, ours, Connection(os.dup(ours.fileno())) as connection:
+    with process, connection:
         assert connection.poll(PATIENCE_S)
         connection.recv()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the rank itself hears them"
@@ -115,18 +110,17 @@ def test_the_kernel_ends_it_with_its_rank_although_another_process_holds_the_ran
     """The descriptor of the rank's end is inherited by this test, so that no end of file comes."""
     rank = (
         "import os, sys, time\n"
-        "from multiprocessing.connection import Connection\n"
         "from swift_stage2.runtime.worker import start_worker\n"
-        "process, ours = start_worker('echo_worker', {})\n"
+        "process, connection = start_worker('echo_worker')\n"
         "holder = os.fork()\n"
         "if not holder:\n"
         "    time.sleep(60)\n"
         "    os._exit(0)\n"
-        "assert Connection(os.dup(ours.fileno())).poll(30)\n"
+        "assert connection.poll(30)\n"
         "print(process.pid, holder, flush=True)\n"
         "time.sleep(60)\n"
     )
-    path = os.pathsep.join([os.environ["PYTHONPATH"], *sys.path])
+    path = os.pathsep.join(sys.path)
     with subprocess.Popen(
         [sys.executable, "-c", rank], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
     ) as process:

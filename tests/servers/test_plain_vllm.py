@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, request
 from rollout_batch import generate
-from weight_updates import make_spec
+from weight_updates import delivery, server_at
 
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollouts import RolloutClient
@@ -30,10 +30,8 @@ from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.infer_wire import greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.vllm_serve import WeightVersion, chat_body
-from swift_stage2.weights.snapshot import SnapshotFile
+from swift_stage2.weights.stock_transport import VllmTransport, unreached
 from swift_stage2.weights.tensors import checksum_tensors
-from swift_stage2.weights.transport import ServerEndpoint
-from swift_stage2.weights.vllm_transport import VllmTransport, unreached
 
 _VERSION = WeightVersion("run", 3)
 _PATIENCE_S = 60.0
@@ -243,13 +241,8 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
 ) -> None:
     vllm.worker_fault = worker_fault
     transport = VllmTransport(torch.device("cpu"))
-    with ServerSession(server.url) as session, pytest.raises(ServerFault, match=told):
-        transport.open(
-            session,
-            ServerEndpoint(server.url, 29600),
-            SnapshotFile((), bucket_bytes=1),
-            make_spec(_PATIENCE_S),
-        )
+    with pytest.raises(ServerFault, match=told):
+        transport.open(delivery(server_at(server.url, 29600), _PATIENCE_S))
     assert vllm_serve.INIT_TRANSFER not in _asked(server)
     assert vllm_serve.RESUME not in _asked(server)
 

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,23 +24,22 @@ from stalled_peer import PART_BYTES, SECRET
 from stopped_process import stop_process
 from torch.distributed import TCPStore
 from torchrun_job import free_port
-from weight_updates import make_spec, make_updates
+from weight_updates import delivery, make_updates, server_at
 
 from swift_stage2 import wire
+from swift_stage2.config import Transport as Way
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
-from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.transport import OurTransport
+from swift_stage2.weights.updates import WaitedUpdates
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 CPU = torch.device("cpu")
-EMPTY = SnapshotFile((), bucket_bytes=1)
 ANSWER = wire.OfferAnswer(True, "listening", SECRET)
 KILLED_BY_S = 60.0
 T = 10.0  # of it 8 for calls; the second part is taken after 3, so a limit counted from there would pass T
@@ -72,7 +72,7 @@ def answering_as_ours(manifest: tuple[wire.TensorSpec, ...]) -> FakeRolloutServe
 
 
 def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> WaitedUpdates:
-    publisher = ThreadPublisher([ServerEndpoint(server.url, port)], lambda info: StreamTransport())
+    publisher = ThreadPublisher([server_at(server.url, port)], lambda info: OurTransport(Way.TCP))
     return make_updates(export, publisher, timeout_s=T)
 
 
@@ -134,10 +134,10 @@ def test_a_frozen_stock_server_keeps_no_push_although_its_store_never_answers() 
 
 
 def test_a_kept_group_whose_server_died_is_lost_and_a_silent_one_is_not() -> None:
-    publisher = ThreadPublisher([ServerEndpoint("http://127.0.0.1:9", 10)], lambda info: StreamTransport())
+    publisher = ThreadPublisher([server_at("http://127.0.0.1:9", 10)], lambda info: OurTransport(Way.TCP))
     with peer("stock") as (process, port):
         transport, _ = kept(port)
-        publisher._transports[0] = transport
+        publisher._kept[0] = transport
         assert publisher.lost_servers() == ()
         stop_process(process.pid)
         assert publisher.lost_servers() == ()
@@ -150,7 +150,7 @@ def test_a_kept_group_whose_server_died_is_lost_and_a_silent_one_is_not() -> Non
         assert question.ended_within(KILLED_BY_S)
         assert publisher.lost_servers() == (0,)
         assert publisher.lost_servers() == (0,)
-    assert not StreamTransport().is_lost()
+    assert not OurTransport(Way.TCP).is_lost()
 
 
 @pytest.fixture
@@ -180,13 +180,10 @@ def _raise(keys: Any) -> bool:
 def test_a_push_over_a_group_that_lost_its_server_connects_anew(
     communicators: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stock_transport, "_IS_LOST_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(stock_transport, "_CALL_TIMEOUT_S", 2.0)
     transport = StockTransport(CPU)
     never = threading.Event()
-    with (
-        FakeRolloutServer(on_get=lambda call: Answer(body=b'{"world_size": 1}')) as server,
-        ServerSession(server.url) as session,
-    ):
+    with FakeRolloutServer(on_get=lambda call: Answer(body=b'{"world_size": 1}')) as server:
         for store_check, expected in (
             (None, 1),  # the first push
             (None, 1),  # its group still answers
@@ -195,7 +192,7 @@ def test_a_push_over_a_group_that_lost_its_server_connects_anew(
         ):
             if store_check is not None:
                 communicators[-1].group.store.check = store_check
-            transport.open(session, ServerEndpoint(server.url, 51216), EMPTY, make_spec(60.0))
+            transport.open(delivery(server_at(server.url, 51216), 60.0))
             assert len(communicators) == expected
             dropped = [one.is_destroyed for one in communicators]
             assert dropped == [True] * (expected - 1) + [False]
@@ -220,7 +217,7 @@ def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the
         return Answer(body=body, after=never if asked_to_join else None)
 
     with FakeRolloutServer(on_reset=joined_and_deaf) as fake, dropping_port() as port:
-        publisher = ThreadPublisher([ServerEndpoint(fake.url, port)], lambda info: StockTransport(CPU))
+        publisher = ThreadPublisher([server_at(fake.url, port)], lambda info: StockTransport(CPU))
         outcome = make_updates(LINEAR, publisher, timeout_s=4.0).run([0])
         never.set()
     assert outcome.failed == (0,)
@@ -231,4 +228,4 @@ def test_a_group_port_behind_a_firewall_costs_a_push_the_joining_time_and_no_mor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = answering_as_ours(WeightExport(LINEAR).manifest())
-    a_push_to_a_dropping_port(monkeypatch, server, StreamTransport)
+    a_push_to_a_dropping_port(monkeypatch, server, partial(OurTransport, Way.TCP))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -21,16 +21,16 @@ from safetensors.torch import load
 from stand_in_canary import REQUEST, StandInCanary
 from stopped_process import stop_process
 from waiting import wait_for
-from weight_updates import make_updates, mark_suspect, publisher_setup
+from weight_updates import make_updates, mark_suspect, server_at
 
 from swift_stage2 import wire
-from swift_stage2.config import Transport
+from swift_stage2.config import RolloutConfig
 from swift_stage2.records import RoundOutcome
+from swift_stage2.telemetry.timing import Trace
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.tensors import checksum_tensor
-from swift_stage2.weights.transport import ServerEndpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -58,16 +58,11 @@ class Learner:
         self.module = torch.nn.Linear(3, 2)
         export = WeightExport(self.module)
         self.servers = [FakeStagingServer(export.manifest()) for _ in range(2)]
-        self.intervals: list[tuple[str, int, int, str]] = []
         self.ours: set[str] = set()
-        setup = publisher_setup(
-            *[ServerEndpoint(server.url, 51216) for server in self.servers],
-            api_key=KEY,
-            transport=Transport.AUTO,
-            is_traced=True,
-        )
+        servers = tuple(server_at(server.url, 51216 + n) for n, server in enumerate(self.servers))
+        self.trace = Trace(enabled=True)
         self.publisher = ProcessPublisher(
-            setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
+            RolloutConfig(servers=servers), torch.device("cpu"), ours=self.ours, trace=self.trace
         )
         self.canary = AnsweringCanary()
         self.sync = make_updates(export, self.publisher, 2, canary=self.canary, timeout_s=LONGEST_WAIT_S)
@@ -98,6 +93,14 @@ class Learner:
 
 @pytest.fixture(scope="module")
 def of_the_module() -> Iterator[Learner]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            RolloutConfig().api_key_env, KEY
+        )  # of the process, and of every one that takes its place
+        yield from _learner()
+
+
+def _learner() -> Iterator[Learner]:
     learner = Learner()
     with learner.servers[0], learner.servers[1], closing(learner.sync):
         yield learner
@@ -145,28 +148,6 @@ def test_a_version_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_me
         assert load(server.mapped[-1])["weight"].equal(learner.module.weight)
         assert outcome.reports[index].num_bytes == num_bytes
         assert server.url in learner.ours
-
-
-def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    export, asked = learner.sync.snapshots.export, []
-    read = export.read
-
-    def read_few(names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-        asked.append(len(names))
-        if len(names) > 1:
-            raise torch.OutOfMemoryError("no memory")
-        return read(names)
-
-    monkeypatch.setattr(export, "read", read_few)
-    assert learner.push().proven == (0, 1)
-    assert asked == [2, 1, 1]
-    assert "2 weights are copied one at a time: no memory" in caplog.text
-    sums = {name: checksum_tensor(tensor) for name, tensor in learner.module.state_dict().items()}
-    assert [server.proofs[-1]["arrived"] for server in learner.servers] == [sums, sums]
-    with pytest.raises(torch.OutOfMemoryError):  # of what all ranks gather, which one cannot gather once more
-        learner.sync.snapshots._file.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
 def test_the_canarys_answer_travels_with_the_push(learner: Learner) -> None:
@@ -226,12 +207,12 @@ def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_pus
 ) -> None:
     pid = learner.publisher.pid
     kill(pid)
-    wait_for(lambda: learner.publisher._worker.exit_reported)
+    wait_for(lambda: learner.publisher.has_ended)
     learner.sync.updates.facts(learner.version)
     successor = learner.publisher.pid
     assert (successor != pid, psutil.pid_exists(pid)) == (True, False)
     kill(successor)
-    wait_for(lambda: learner.publisher._worker.exit_reported)
+    wait_for(lambda: learner.publisher.has_ended)
     learner.sync.updates.facts(learner.version)
     assert learner.publisher.pid == successor, "one that cannot even load would be started at every step"
     learner.require_another_process_and_a_proof(successor)
@@ -242,7 +223,9 @@ def test_a_stock_server_is_lost_with_the_process_that_kept_its_group(learner: Le
     learner.ours.discard(learner.servers[1].url)
     pid = learner.publisher.pid
     kill(pid)
-    wait_for(lambda: learner.publisher.lost_servers() == (1,))
+    wait_for(lambda: learner.publisher.has_ended)
+    assert learner.publisher.take_results() == []
+    assert learner.publisher.lost_servers() == (1,)
     learner.require_another_process_and_a_proof(pid)
     assert learner.publisher.lost_servers() == ()
 
@@ -303,7 +286,7 @@ def test_pushes_and_restarts_leave_no_descriptor_process_or_thread(learner: Lear
         if number % 4 == 0:
             pid = learner.publisher.pid
             kill(pid)
-            wait_for(lambda: learner.publisher._worker.has_ended)
+            wait_for(lambda: learner.publisher.has_ended)
         assert learner.push().proven == (0, 1)
         if number % 4 == 0:
             wait_for(lambda: not any(each.name.startswith("push to") for each in threading.enumerate()))
@@ -327,23 +310,13 @@ def test_a_publisher_that_closes_lets_its_process_end_by_itself(learner: Learner
 
 
 _RANK = """
-import sys, time
+import time
 import torch
-from swift_stage2.config import Transport
+from swift_stage2.config import RolloutConfig
 from swift_stage2.weights.publisher_process import ProcessPublisher
-from swift_stage2.weights.publisher_worker import PublisherSetup
 
-if __name__ == "__main__":
-    setup = PublisherSetup(
-        endpoints=(),
-        api_key=None,
-        ours=frozenset(),
-        device=torch.device("cpu"),
-        transport=Transport.AUTO,
-        is_traced=False,
-    )
-    print(ProcessPublisher(setup).pid, flush=True)
-    time.sleep(60)
+print(ProcessPublisher(RolloutConfig(), torch.device("cpu")).pid, flush=True)
+time.sleep(60)
 """
 
 

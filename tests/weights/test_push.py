@@ -14,19 +14,18 @@ import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
 from fake_staging_server import FakeStagingServer
 from torch import nn
-from weight_updates import make_updates
+from weight_updates import make_updates, server_at
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights import updates as updates_module
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
-from swift_stage2.weights.snapshot import SnapshotFile
-from swift_stage2.weights.transport import MappedTransport, ServerEndpoint, WeightTransport
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.transport import Delivery, OurTransport, WeightTransport
+from swift_stage2.weights.updates import WaitedUpdates
 
 LIMIT_S = 60.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each
@@ -66,11 +65,9 @@ class Transport(WeightTransport):
     def open(self, *_: object) -> str:
         return "test"
 
-    def carry(
-        self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, require_wanted: Any
-    ) -> None:
-        for bucket in snapshot.buckets:
-            require_wanted()
+    def carry(self, push: Delivery) -> None:
+        for bucket in push.snapshot.buckets:
+            push.require_wanted()
             self.on_send(len(self.sent))
             self.sent.append(bucket.flat.clone())
             self.addresses.append(bucket.flat.data_ptr())
@@ -82,11 +79,11 @@ class Transport(WeightTransport):
         self.closed = True
 
 
-class Mapped(MappedTransport):
+class Mapped(OurTransport):
     """The real one; ``on_send`` is called before the server has all."""
 
     def __init__(self, on_send: Callable[[int], object]) -> None:
-        super().__init__(required=True)
+        super().__init__()
         self.on_send = on_send
 
     def carry(self, *_: Any) -> None:
@@ -112,7 +109,7 @@ class Scene:
     def updates(
         self, timeout_s: float = LIMIT_S, *, span: EnterSpan = untraced, stages: bool = False
     ) -> WaitedUpdates:
-        endpoints = [ServerEndpoint(server.url, 51216) for server in self.servers]
+        endpoints = [server_at(server.url, 51216) for server in self.servers]
         publisher = ThreadPublisher(endpoints, self.make_transport, span=span)
         updates = make_updates(self.export, publisher, len(endpoints), timeout_s=timeout_s)
         for life in updates.lives:

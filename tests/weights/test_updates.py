@@ -235,8 +235,6 @@ def test_a_server_that_is_lost_after_its_proof_is_not_proven(rank: Rank) -> None
     rank.publisher.lost = {1}
     rank.step()
     assert rank.asked == (1, 0, 1)
-    (news,) = (news.outcome for news in rank.news if news.outcome)
-    assert news.reports[1].error == "the server was lost after it had proven the weights"
 
 
 def test_a_push_has_its_time_and_less_once_another_version_is_due(proven: Rank) -> None:

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
-from weight_updates import make_spec, make_updates, mark_suspect
+from weight_updates import delivery, make_updates, mark_suspect, server_at
 
 from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.session import Deadline
 from swift_stage2.weights import publisher as weight_publisher
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.publisher import ThreadPublisher
-from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
-from swift_stage2.weights.waited_updates import WaitedUpdates
+from swift_stage2.weights.transport import WeightTransport
+from swift_stage2.weights.updates import WaitedUpdates
 
 
 class RecordedTransport(WeightTransport):
@@ -68,7 +67,7 @@ def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: floa
         made.append(make())
         return made[-1]
 
-    publisher = ThreadPublisher([ServerEndpoint(server.url, 51216)], make_transport)
+    publisher = ThreadPublisher([server_at(server.url, 51216)], make_transport)
     return make_updates(torch.nn.Linear(2, 2), publisher, timeout_s=timeout_s)
 
 
@@ -173,23 +172,15 @@ def test_a_server_that_is_lost_in_a_transfer_is_noticed_long_before_the_deadline
 @pytest.mark.parametrize("size", ["true", "100000000000", "0"])
 def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServer, size: str) -> None:
     server.on_get = lambda call: Answer(body=f'{{"world_size": {size}}}'.encode())
-    endpoint = ServerEndpoint(server.url, 51216)
-    with ServerSession(server.url) as session, pytest.raises(ServerFault, match="get_world_size"):
-        StockTransport(torch.device("cpu")).open(
-            session, endpoint, SnapshotFile((), bucket_bytes=1), make_spec(5.0)
-        )
+    with pytest.raises(ServerFault, match="get_world_size"):
+        StockTransport(torch.device("cpu")).open(delivery(server_at(server.url, 51216)))
     assert [call.path for call in server.calls] == [wire.WORLD_SIZE]
 
 
 def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(server: FakeRolloutServer) -> None:
     """Its worker would wait for minutes, and every call to it behind that."""
     transport = StockTransport(torch.device("cpu"))
-    endpoint = ServerEndpoint(server.url, 51216, group_host="nowhere.invalid")
-    with (
-        ServerSession(server.url) as session,
-        pytest.raises(
-            ServerFault, match=r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
-        ),
-    ):
-        transport.open(session, endpoint, SnapshotFile((), bucket_bytes=1), make_spec(5.0))
+    told = r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
+    with pytest.raises(ServerFault, match=told):
+        transport.open(delivery(server_at(server.url, 51216, group_host="nowhere.invalid")))
     assert server.calls == []
