@@ -65,7 +65,7 @@ def test_rounds_are_staged_and_mapped_and_those_of_the_warm_up_are_not_counted(
     assert sorted(tensors) == sorted(_weights(learner))
     found = first.found
     assert min(found.bare + found.pause) > 0
-    assert found.rounds[0].keys() >= {"begin", "connect", "pack", "push", "turn", "acknowledge", "prove"}
+    assert found.rounds[0].keys() >= {"begin", "connect", "pack", "push", "acknowledge", "prove"}
     assert found.rounds[0]["snapshot"] < found.pause[0] < found.rounds[0]["proven"]
 
 
