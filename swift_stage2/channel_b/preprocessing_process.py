@@ -157,20 +157,17 @@ class ProcessPreprocessor(Preprocessor):
 
     def _result(self, what: str, future: Future[Any]) -> Any:
         try:
-            error = future.exception(_ANSWER_S)
-        except (TimeoutError, CancelledError) as late:
-            raise self._lost(what, late) from late
-        if isinstance(error, BrokenProcessPool):
+            return future.result(_ANSWER_S)
+        except (TimeoutError, CancelledError, BrokenProcessPool) as error:
             raise self._lost(what, error) from error
-        if error is not None and future is self._ready:
+        except Exception as error:  # raised again, or told as what the start failed of
+            if future is not self._ready:
+                raise
             raise PreprocessorLost(
                 f"the preprocessing process must be able to {what}, got {type(error).__name__}: {error}; if it is well "
                 "with stage2_ab.channel_b.preprocessing: thread, something that the learner loads does not reach it: "
                 "make that importable by name"
             ) from error
-        if error is not None:
-            raise error
-        return future.result(_ANSWER_S)
 
     def _lost(self, what: str, error: BaseException) -> PreprocessorLost:
         """Ends the process and starts another, unless it is of no use any more."""

@@ -322,7 +322,7 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
             world_size=1,
             seed=1,
             log=events.log,
-            origins=origins,
+            origins=origins or RowOrigins(),
             num_generations=num_generations,
         )
 
