@@ -51,9 +51,9 @@ class ProcessPreprocessor(Preprocessor):
     What asks it raises ``PreprocessorLost`` once it was interrupted, or lost several processes in a row.
     """
 
-    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int) -> None:
+    def __init__(self, encoder: Encoder, task: Task) -> None:
         """Raises ConfigError: the template or the task cannot be sent to another process."""
-        self._parts = _pickled((encoder, task, packing_length))
+        self._parts = _pickled((encoder, task))
         self._held = {}  # segments whose encodings are there
         self._num_lost = 0
         self._is_over = False
@@ -223,9 +223,9 @@ def _set_up(parts: bytes, plugins: Mapping[str, str]) -> None:
     global _preprocessor
     declare_operators()  # before the template imports torchvision
     torch.serialization.set_crc32_options(False)
-    encoder, task, packing_length = _PartsUnpickler(parts, plugins).load()
+    encoder, task = _PartsUnpickler(parts, plugins).load()
     encoder.attach_model()
-    _preprocessor = Preprocessor(encoder, task, packing_length=packing_length)
+    _preprocessor = Preprocessor(encoder, task)
 
 
 def _work(message: bytes) -> Any:

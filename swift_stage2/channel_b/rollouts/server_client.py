@@ -21,7 +21,6 @@ from swift_stage2.channel_b.rollouts.batch import Ask, Batch, Unasked
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.channel_b.rollouts.routes import route_to
 from swift_stage2.channel_b.rollouts.server_state import InFlightRequest, PlaceLimit, ServerState
-from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample
@@ -98,7 +97,7 @@ class ServerClient:
         """Requests that a POST may carry."""
         if self.state.streams:
             return 1
-        return self._limit.within(min(self._client.max_inflight_per_server, MAX_REQUESTS_PER_POST))
+        return self._limit.within(self._client.max_inflight_per_server)
 
     @property
     def room(self) -> int:
