@@ -101,7 +101,7 @@ def _as_trained(target: Target, advantage: float, closing_ids: tuple[int, ...], 
     )
 
 
-def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capacity_tokens: int) -> Pack:
+def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder) -> Pack:
     """Segments as one batch, in the order given."""
     return Pack(
         pack_id=pack_id,
@@ -110,7 +110,7 @@ def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capac
         keys=tuple(segment.key for segment in segments),
         num_tokens=sum(segment.num_tokens for segment in segments),
         num_supervised_tokens=sum(segment.num_supervised_tokens for segment in segments),
-        capacity_tokens=capacity_tokens,
+        capacity_tokens=encoder.packing_length,
         quality=tuple(segment.quality for segment in segments),
         versions=tuple(segment.version for segment in segments),
     )
@@ -119,10 +119,9 @@ def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capac
 class Preprocessor:
     """Turns rollouts into segments and segments into packs, on the thread that asks, within milliseconds."""
 
-    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int) -> None:
+    def __init__(self, encoder: Encoder, task: Task) -> None:
         self._encoder = encoder
         self._task = task
-        self._packing_length = packing_length
         self._last_prompt: tuple[int, PromptEncoding] | None = None
         self._held: dict[SampleKey, Segment] = {}
 
@@ -146,7 +145,7 @@ class Preprocessor:
             return None
         whole = [self._held[segment.key] for segment in segments]
         self.forget(segments)
-        return make_pack(pack_id, whole, self._encoder, self._packing_length)
+        return make_pack(pack_id, whole, self._encoder)
 
     def holds(self, segment: Segment) -> bool:
         """True if ``pack`` can still pack it."""

@@ -51,9 +51,9 @@ class ProcessPreprocessor(Preprocessor):
     What asks it raises ``PreprocessorLost`` once it was interrupted, or lost several processes in a row.
     """
 
-    def __init__(self, encoder: Encoder, task: Task, *, packing_length: int) -> None:
+    def __init__(self, encoder: Encoder, task: Task) -> None:
         """Raises ConfigError: the template or the task cannot be sent to another process."""
-        self._parts = _pickled((encoder, task, packing_length))
+        self._parts = _pickled((encoder, task))
         self._held = {}  # segments whose encodings are there
         self._num_lost = 0
         self._is_over = False
@@ -157,20 +157,17 @@ class ProcessPreprocessor(Preprocessor):
 
     def _result(self, what: str, future: Future[Any]) -> Any:
         try:
-            error = future.exception(_ANSWER_S)
-        except (TimeoutError, CancelledError) as late:
-            raise self._lost(what, late) from late
-        if isinstance(error, BrokenProcessPool):
+            return future.result(_ANSWER_S)
+        except (TimeoutError, CancelledError, BrokenProcessPool) as error:
             raise self._lost(what, error) from error
-        if error is not None and future is self._ready:
+        except Exception as error:  # raised again, or told as what the start failed of
+            if future is not self._ready:
+                raise
             raise PreprocessorLost(
                 f"the preprocessing process must be able to {what}, got {type(error).__name__}: {error}; if it is well "
                 "with stage2_ab.channel_b.preprocessing: thread, something that the learner loads does not reach it: "
                 "make that importable by name"
             ) from error
-        if error is not None:
-            raise error
-        return future.result(_ANSWER_S)
 
     def _lost(self, what: str, error: BaseException) -> PreprocessorLost:
         """Ends the process and starts another, unless it is of no use any more."""
@@ -226,9 +223,9 @@ def _set_up(parts: bytes, plugins: Mapping[str, str]) -> None:
     global _preprocessor
     declare_operators()  # before the template imports torchvision
     torch.serialization.set_crc32_options(False)
-    encoder, task, packing_length = _PartsUnpickler(parts, plugins).load()
+    encoder, task = _PartsUnpickler(parts, plugins).load()
     encoder.attach_model()
-    _preprocessor = Preprocessor(encoder, task, packing_length=packing_length)
+    _preprocessor = Preprocessor(encoder, task)
 
 
 def _work(message: bytes) -> Any:

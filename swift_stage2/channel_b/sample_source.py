@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,50 +47,40 @@ _STREAM = "channel_b/1"
 """Names the permutations: another name is another order, so checkpoints keep it."""
 
 
+@dataclass(eq=False, repr=False)
 class SampleSource:
     """This rank's share of the data set, epoch after epoch.
 
     The share is every ``world_size``-th row of a permutation seeded by a hash of (stream, seed, epoch). Unlike
     ``DistributedSampler`` it is never padded, so no row is drawn twice in an epoch; ranks may hold one
     row more or less, which is harmless because no collective depends on this stream.
+
+    Raises:
+        DatasetError: there are fewer rows that may be drawn than ranks.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        task: Task,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        log: EventLog | None = None,
-        usable: Sequence[int] | None = None,
-        origins: RowOrigins | None = None,
-        num_generations: int = 1,
-    ) -> None:
-        """``usable``: the numbers of the rows that may be drawn, all by default; to the stream there are no others.
+    rows: Rows
+    task: Task
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    seed: int
+    log: EventLog = field(default_factory=lambda: EventLog(None))
+    usable: InitVar[Sequence[int] | None] = None
+    """Numbers of the rows that may be drawn, all by default; to the stream there are no others."""
+    origins: RowOrigins = field(default_factory=lambda: RowOrigins())
+    num_generations: int = 1
+    """So many positions, one after another, are of one row: a group."""
 
-        ``num_generations``: so many positions, one after another, are of one row: a group.
-
-        Raises:
-            DatasetError: there are fewer of them than ranks.
-        """
-        self._usable = range(len(rows)) if usable is None else usable
-        if len(self._usable) < world_size:
-            others = f" (of {len(rows)}; the others list no objects)" if usable is not None else ""
+    def __post_init__(self, usable: Sequence[int] | None) -> None:
+        self._usable = range(len(self.rows)) if usable is None else usable
+        if len(self._usable) < self.world_size:
+            others = f" (of {len(self.rows)}; the others list no objects)" if usable is not None else ""
             raise DatasetError(
                 "channel B needs at least one row per rank",
-                got=f"num_rows={len(self._usable)}{others} world_size={world_size}",
+                got=f"num_rows={len(self._usable)}{others} world_size={self.world_size}",
                 remedy="add data or use fewer ranks",
             )
-        self._rows = rows
-        self._task = task
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._log = log or EventLog(None)
-        self._origins = origins or RowOrigins()
-        self._num_generations = num_generations
         self._lock = threading.Lock()
         self._epoch = 0
         self._position = 0
@@ -103,12 +93,12 @@ class SampleSource:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
             if keys:
-                self._log.write(Drawn(samples=tuple(keys)))
+                self.log.write(Drawn(samples=tuple(keys)))
         return keys
 
     def read(self, key: SampleKey) -> Sample:
         """The sample behind a key. Raises SampleError as ``read_sample`` does."""
-        return read_sample(self._rows, self._task, key)
+        return read_sample(self.rows, self.task, key)
 
     def give_back(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Puts drawn samples back to be drawn again, in the order given, before any new one."""
@@ -119,51 +109,51 @@ class SampleSource:
             self._outstanding.update((_place(key), key) for key in kept)
             self._again.extend(kept)
             if kept:
-                self._log.write(Returned(samples=tuple(kept), reason=reason))
+                self.log.write(Returned(samples=tuple(kept), reason=reason))
 
     def settle_trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """Ends the life of a pack's samples: ``step`` trains them under ``version``."""
         with self._lock:
             self._settle(keys)
             samples = tuple(keys)
-            self._log.write(Trained(samples=samples, pack_id=pack_id, step=step, version=version))
+            self.log.write(Trained(samples=samples, pack_id=pack_id, step=step, version=version))
 
     def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> RowOrigin:
         """Ends its life without training; returns where its row stands."""
         origin = self.origin_of(key)
         with self._lock:
             self._settle([key])
-            self._log.write(Quarantined(samples=(key,), reason=reason, message=message, **asdict(origin)))
+            self.log.write(Quarantined(samples=(key,), reason=reason, message=message, **asdict(origin)))
         return origin
 
     def settle_unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         with self._lock:
             self._settle(keys)
-            self._log.write(Unused(samples=tuple(keys), reason=reason))
+            self.log.write(Unused(samples=tuple(keys), reason=reason))
 
     def group_of(self, key: SampleKey) -> tuple[int, int]:
         """Epoch and number of the group of a sample."""
-        return key.epoch, key.position // self._num_generations
+        return key.epoch, key.position // self.num_generations
 
     def members_of(self, group: tuple[int, int]) -> list[SampleKey]:
         """Samples of a group that were drawn and are not settled."""
         epoch, number = group
-        positions = range(number * self._num_generations, (number + 1) * self._num_generations)
+        positions = range(number * self.num_generations, (number + 1) * self.num_generations)
         with self._lock:
             return [key for each in positions if (key := self._outstanding.get((epoch, each))) is not None]
 
     def is_drawn(self, group: tuple[int, int]) -> bool:
         """True once ``draw`` has given every sample of the group at least once."""
         epoch, number = group
-        return (self._epoch, self._position) >= (epoch, (number + 1) * self._num_generations)
+        return (self._epoch, self._position) >= (epoch, (number + 1) * self.num_generations)
 
     @property
     def num_to_whole_group(self) -> int:
         """Samples that are to be drawn before the newest group is whole; 0 between two groups."""
-        return -self._position % self._num_generations
+        return -self._position % self.num_generations
 
     def origin_of(self, key: SampleKey) -> RowOrigin:
-        return self._origins.find(self._rows[key.index])
+        return self.origins.find(self.rows[key.index])
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor and outstanding keys, as JSON; tensors and texts are made again after resume."""
@@ -174,7 +164,7 @@ class SampleSource:
         """``state_dict`` for the checkpoint ``save_id`` before ``step``, told to the log in the same moment."""
         with self._lock:
             state = self._state()
-            self._log.write(Checkpoint(step=step, save_id=save_id, state=StreamState(**state)))
+            self.log.write(Checkpoint(step=step, save_id=save_id, state=StreamState(**state)))
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,9 +176,9 @@ class SampleSource:
         for name, now in (
             ("stream", _STREAM),
             ("num_rows", len(self._usable)),
-            ("world_size", self._world_size),
-            ("seed", self._seed),
-            ("num_generations", self._num_generations),
+            ("world_size", self.world_size),
+            ("seed", self.seed),
+            ("num_generations", self.num_generations),
         ):
             if state.get(name) != now:
                 raise DatasetError(
@@ -210,9 +200,9 @@ class SampleSource:
             "position": self._position,
             "stream": _STREAM,
             "num_rows": len(self._usable),
-            "world_size": self._world_size,
-            "seed": self._seed,
-            "num_generations": self._num_generations,
+            "world_size": self.world_size,
+            "seed": self.seed,
+            "num_generations": self.num_generations,
             "outstanding": [list(key) for key in keys],
         }
 
@@ -232,11 +222,11 @@ class SampleSource:
         return key
 
     def _shard_of(self, epoch: int) -> list[int]:
-        digest = hashlib.sha256(f"{_STREAM}/{self._seed}/{epoch}".encode()).digest()
+        digest = hashlib.sha256(f"{_STREAM}/{self.seed}/{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         permutation: list[int] = torch.randperm(len(self._usable), generator=generator).tolist()
-        rows = (self._usable[number] for number in permutation[self._rank :: self._world_size])
-        return [row for row in rows for _ in range(self._num_generations)]
+        rows = (self._usable[number] for number in permutation[self.rank :: self.world_size])
+        return [row for row in rows for _ in range(self.num_generations)]
 
 
 def _place(key: SampleKey) -> Place:

@@ -84,8 +84,7 @@ def check_parts(
     on_failure: ExitStack,
 ) -> CheckedParts:
     """The checks that read files and may fail on one rank alone; the model is not run."""
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    encoder = Encoder(template, packing_length=packing_length)
+    encoder = Encoder(template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
     mine = range(control.rank, len(rows), control.world_size)
     checked = check_rows(config, rows, usable, encoder, task, seed, measured=mine)
     source = SampleSource(
@@ -103,9 +102,9 @@ def check_parts(
     # Before the checks that run the model, which give its process the time to load the template.
     preprocessor: Preprocessor
     if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
-        preprocessor = Preprocessor(encoder, checked.task, packing_length=packing_length)
+        preprocessor = Preprocessor(encoder, checked.task)
     else:
-        preprocessor = ProcessPreprocessor(encoder, checked.task, packing_length=packing_length)
+        preprocessor = ProcessPreprocessor(encoder, checked.task)
     on_failure.callback(preprocessor.close)
     return CheckedParts(
         encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths
@@ -182,7 +181,7 @@ def check_preprocessing(parts: CheckedParts) -> None:
     """A process must encode as the learner does. Raises as ``compare_preprocessors``."""
     if isinstance(parts.preprocessor, ProcessPreprocessor):
         parts.preprocessor.await_ready()
-        here = Preprocessor(parts.encoder, parts.task, packing_length=parts.encoder.packing_length)
+        here = Preprocessor(parts.encoder, parts.task)
         rollouts = [empty_rollout(sample, parts.encoder) for sample in parts.samples]
         compare_preprocessors(parts.preprocessor, here, rollouts)
 

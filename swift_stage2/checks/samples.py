@@ -58,7 +58,9 @@ def usable_samples(
     Raises:
         DatasetError: none of the first rows can be used.
     """
-    source = SampleSource(rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins)
+    source = SampleSource(
+        rows, task, rank=0, world_size=1, seed=seed, usable=usable, origins=origins or RowOrigins()
+    )
     samples: list[Sample] = []
     problems: list[tuple[SampleKey, SampleError]] = []
     for key in source.draw(min(MOST_LOOKED_AT, len(usable))):

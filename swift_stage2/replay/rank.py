@@ -45,7 +45,6 @@ class PackMaker:
     rows: Rows
     encoder: Encoder
     task: Task
-    packing_length: int
 
     def make(self, recorded: RecordedPack) -> Pack:
         """The pack again.
@@ -54,7 +53,7 @@ class PackMaker:
             UserError: a sample cannot be used as it was, or the pack has another length.
         """
         segments = [self._segment(completion) for completion in recorded.completions]
-        pack = make_pack(recorded.pack_id, segments, self.encoder, self.packing_length)
+        pack = make_pack(recorded.pack_id, segments, self.encoder)
         if pack.num_tokens != recorded.num_tokens:
             raise UserError(
                 f"pack {pack.pack_id} must have the recorded num_tokens={recorded.num_tokens}",
@@ -243,11 +242,10 @@ def _start_replay(
 
     def make_maker() -> PackMaker:
         channel_b, task = config.stage2_ab.channel_b, make_task(config)
-        packing_length = channel_b.packing.packing_length
-        encoder = Encoder(given.template, packing_length=packing_length)
+        encoder = Encoder(given.template, packing_length=channel_b.packing.packing_length)
         usable = usable_rows(given.rows, task, channel_b.rows_without_objects)
         (sample,) = usable_samples(given.rows, 0, encoder, task, 1, usable)
-        return PackMaker(given.rows, encoder, task.learn(given.rows, sample, encoder), packing_length)
+        return PackMaker(given.rows, encoder, task.learn(given.rows, sample, encoder))
 
     maker = together(control, make_maker) if config.b_enabled else None
     learners.append(

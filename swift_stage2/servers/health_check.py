@@ -73,10 +73,6 @@ class HealthCheck:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def watch(self, servers: Collection[int]) -> None:
         """Replaces the servers to ask; what was heard of servers that are no longer watched is forgotten."""
         watched = frozenset(servers)

@@ -229,12 +229,8 @@ class ServerHttp:
         match error:
             case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
                 system, said = _system_error(error), str(error)
-                if (
-                    system is not None
-                    and system.errno is not None
-                    and not isinstance(system, socket.gaierror)
-                ):
-                    said = f"[Errno {system.errno}] {os.strerror(system.errno)}"
+                if system is not None and not isinstance(system, socket.gaierror):
+                    said = f"[Errno {system.errno}] {os.strerror(system.errno or 0)}"
                 remedy = f"; {http_remedy(system)}" if system is not None else ""
                 return self._fault(path, f"{type(error).__name__}: {said}{remedy}", FaultKind.UNREACHABLE)
             case TimeoutError() if not is_connected:

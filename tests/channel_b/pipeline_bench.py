@@ -321,7 +321,7 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
             world_size=1,
             seed=1,
             log=events.log,
-            origins=origins,
+            origins=origins or RowOrigins(),
             num_generations=num_generations,
         )
 
@@ -335,7 +335,7 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
             world_size=1,
             client=client,  # type: ignore[arg-type]
             make_request=encoder.request,
-            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            preprocessor=Preprocessor(encoder, make_task()),
             decoding=DecodingConfig(),
         )
         pipelines: list[Pipeline] = []
@@ -344,7 +344,7 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
         settings: dict[str, Any] = {
             "guard": TruncationGuard(1.0),
             "packing": PACKING,
-            "preprocessor": Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            "preprocessor": Preprocessor(encoder, make_task()),
         }
         if groups is not None:
             settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)

@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.channel_b.answer_templates import (
-    common_templates,
     fill_placeholders,
     learn_template,
-    possible_templates,
     standard_template,
     templates_of,
 )
@@ -235,13 +233,6 @@ def test_two_ways_of_writing_are_refused_with_both_texts() -> None:
         "the later one is the odd one"
     )
     assert "\n" not in message
-
-
-def test_templates_are_counted_by_how_many_answers_show_them() -> None:
-    plain = standard_template(LIST).write([A, B])
-    fenced, bare, empty = (possible_templates(text, LIST) for text in (FENCED, plain, "[]"))
-    common, others = common_templates({fenced: 2, bare: 5, empty: 1}, LIST)
-    assert (common.likeliest.write([A, B]), others) == (plain, (fenced,))
 
 
 def test_placeholders_are_filled_in_turn() -> None:

@@ -211,9 +211,13 @@ class Lives(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def draw(self, count: int) -> None:
-        again = len(self.source._again)
+        again = list(self.source._again)[:count]
         keys = self.source.draw(count)
-        self.num_drawn += max(0, count - again)
+        fresh = keys[len(again) :]
+        assert keys[: len(again)] == again, "what came back is first, in its order"
+        places = [divmod(self.num_drawn + n, self.num_generations * NUM_ROWS) for n in range(len(fresh))]
+        assert [(key.epoch, key.position, key.attempt) for key in fresh] == [(*place, 0) for place in places]
+        self.num_drawn += len(fresh)
         self.in_flight += keys
 
     @precondition(lambda self: self.in_flight)
@@ -242,7 +246,9 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), reason=st.sampled_from([ReturnReason.FAILED, ReturnReason.ABORTED]))
     def fail(self, data: st.DataObject, reason: ReturnReason) -> None:
-        self.source.give_back(self.choose(data, self.in_flight), reason)
+        keys = self.choose(data, self.in_flight)
+        self.source.give_back(keys, reason)
+        assert list(self.source._again)[-len(keys) :] == keys, "no attempt counts"
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
@@ -343,6 +349,7 @@ class Lives(RuleBasedStateMachine):
             assert self.groups.rollouts == []
             return
         state = json.loads(json.dumps(self.source.state_dict()))
+        assert state["outstanding"] == sorted(state["outstanding"])
         self.in_flight, self.passed_on, self.since_s, self.compared = [], [], {}, set()
         self.compared_groups = set()
         source = source_of(self.num_generations)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
@@ -84,14 +82,6 @@ def test_500_boxes_cost_the_optimum() -> None:
     gains = np.where(ious >= 0.3, 1.0 + ious, 0.0)
     rows, columns = linear_sum_assignment(gains, maximize=True)
     assert sum(1.0 + value for value in match.ious) == pytest.approx(gains[rows, columns].sum(), abs=1e-8)
-
-
-@given(st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), max_size=4), st.integers(0, 2**32))
-def test_iou_matrix_is_the_definition(raw: Boxes, seed: int) -> None:
-    boxes = [ordered(box) for box in raw]
-    true = [ordered([random.Random(seed + n).uniform(0, 5) for n in range(k, k + 4)]) for k in range(3)]
-    expected = [[iou(left, right) for right in true] for left in boxes]
-    assert iou_matrix(boxes, true) == pytest.approx(np.array(expected).reshape(len(boxes), 3))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -76,7 +76,7 @@ def test_every_value_stays_with_its_token(
 ) -> None:
     segments = [segment_of(answer, prompts, encoder) for answer in drawn]
     chosen = select_pack([segment.num_tokens for segment in segments], CAPACITY)
-    batch = make_pack("p", [segments[index] for index in chosen], encoder, CAPACITY).batch
+    batch = make_pack("p", [segments[index] for index in chosen], encoder).batch
     packed = [drawn[index] for index in chosen]
     present = {name for answer in packed for name in answer.columns}
     assert present == COLUMNS.keys() & batch.keys()

@@ -202,7 +202,7 @@ class LosingPreprocessor(Preprocessor):
 def test_segments_that_went_with_their_process_are_asked_again_and_their_attempts_do_not_count(
     make_bench: MakeBench, encoder: Encoder
 ) -> None:
-    preprocessor = LosingPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    preprocessor = LosingPreprocessor(encoder, make_task())
     bench = make_bench(preprocessor=preprocessor, redraw_dropped=False)
     bench.observe()
     bench.work()

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from channel_b.test_rollout_client import PATIENCE_S, make_client_of_ours, make_samples, positions, stamp
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, request
-from hypothesis import given
-from hypothesis import strategies as st
 from rollout_batch import all_samples, await_settled, collect, prove, unsettled, withdraw
 from waiting import wait_for
 
@@ -130,20 +128,6 @@ def test_the_limit_halves_when_there_is_no_room_and_grows_by_one_per_full_set() 
     assert limit.within(8) == 5
     limit.observe(PostEnd.LOST, began_s=3.0, ended_s=4.0, most=8)
     assert limit.within(8) == 5, "trust, not room"
-
-
-@given(
-    ends=st.lists(st.sampled_from((PostEnd.ANSWERED, PostEnd.BUSY, PostEnd.TIMED_OUT, PostEnd.LOST))),
-    most=st.integers(1, 64),
-)
-def test_the_limit_stays_between_one_and_the_share_and_comes_back(ends: list[PostEnd], most: int) -> None:
-    limit = PlaceLimit()
-    for second, end in enumerate(ends):
-        limit.observe(end, began_s=second, ended_s=second + 1, most=most)
-        assert 1 <= limit.within(most) <= most
-    for _ in range(most * most + 2):
-        limit.observe(PostEnd.ANSWERED, began_s=0.0, ended_s=0.0, most=most)
-    assert limit.within(most) == most
 
 
 # --- trust, with several POSTs out -----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from swift_stage2.channel_b.points import PointTask
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Convert, try_task
 from swift_stage2.config import MatchingConfig
-from swift_stage2.errors import ConfigError, SampleError
+from swift_stage2.errors import SampleError
 from swift_stage2.records import Target
 
 SIZE = (300, 400)  # diagonal 500: 25 pixels are 0.05 of it
@@ -113,16 +113,3 @@ def test_distances_are_the_pictures_whatever_the_template_writes() -> None:
 def test_a_row_without_an_image_has_no_diagonal() -> None:
     with pytest.raises(SampleError, match="diagonal of their image"):
         try_task(make_task(), row(TRUE), "[]")
-
-
-def test_channel_as_answer_is_taken_as_it_is_written_and_no_other() -> None:
-    task = make_task()
-    truth = task.to_space(
-        task.read_truth(row(TRUE)),
-        Convert(lambda lists: tuple((int(x), int(y)) for x, y in lists), SIZE, SIZE),
-    )
-    task.check_answer(answer(TRUE), truth)
-    with pytest.raises(ConfigError, match="dialect=point_list"):
-        task.check_answer(answer(TRUE[:2]), truth)
-    with pytest.raises(ConfigError, match="dialect=point_list"):
-        task.check_answer('[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', truth)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from commands import run_python
-from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, read_rows, rollout_of, sample_of
+from real_model import Rows, make_encoder, make_task, read_rows, rollout_of, sample_of
 from swift.utils import import_external_file
 
 from swift_stage2.channel_b import preprocessing_process
@@ -45,7 +45,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 @pytest.fixture(scope="module")
 def shared(encoder: Encoder) -> Iterator[ProcessPreprocessor]:
     """One process for the tests that leave it alive; loading ms-swift takes it seconds."""
-    process = ProcessPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    process = ProcessPreprocessor(encoder, make_task())
     process.await_ready()
     yield process
     process.close()
@@ -75,7 +75,7 @@ class Parts:
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessPreprocessor]:
     """A process that the test may kill; of a user's parts that load no ms-swift, which takes ten seconds."""
     parts = import_parts(tmp_path / "light.py", monkeypatch)
-    process = ProcessPreprocessor(parts, parts, packing_length=PACKING_LENGTH)
+    process = ProcessPreprocessor(parts, parts)
     yield process
     process.close()
 
@@ -109,7 +109,7 @@ def packed_by(preprocessor: Preprocessor, segments: list[Segment]) -> Pack:
 
 
 def test_packs_equal_those_of_a_thread(shared: ProcessPreprocessor, encoder: Encoder, rows: Rows) -> None:
-    thread = Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    thread = Preprocessor(encoder, make_task())
     rollouts = rollouts_of(encoder, rows)
     theirs, ours = encoded_by(thread, rollouts), encoded_by(shared, rollouts)
     for expected, found in zip(theirs, ours, strict=True):
@@ -135,7 +135,7 @@ def test_verdicts_are_those_of_a_thread_and_a_bad_sample_costs_no_other(
 ) -> None:
     rollouts = rollouts_of(encoder, rows)
     rollouts[1] = replace(rollouts[1], prompt_token_ids=(1, 2))
-    thread = Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    thread = Preprocessor(encoder, make_task())
     found = shared.score(rollouts)
     for one, other in zip(found, thread.score(rollouts), strict=True):
         assert one == other or (type(one), str(one)) == (type(other), str(other))
@@ -218,7 +218,7 @@ def test_a_template_that_cannot_be_loaded_there_is_told(
     parts = import_parts(tmp_path / "light.py", monkeypatch)
     (tmp_path / "light.py").write_text("raise RuntimeError('of the learner alone')")
     with (
-        closing(ProcessPreprocessor(parts, parts, packing_length=8)) as process,
+        closing(ProcessPreprocessor(parts, parts)) as process,
         pytest.raises(PreprocessorLost, match=r"got RuntimeError: of the learner alone; .*: thread"),
     ):
         process.await_ready()
@@ -237,7 +237,7 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> Non
     task.callback = lambda: None
     before = psutil.Process().children()
     with pytest.raises(ConfigError, match=r"must be picklable, got .*; write .*preprocessing: thread"):
-        ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH)
+        ProcessPreprocessor(encoder, task)
     assert psutil.Process().children() == before
 
 
@@ -261,7 +261,7 @@ from light import Parts
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 
 if __name__ == "__main__":
-    process = ProcessPreprocessor(Parts(), Parts(), packing_length=8)
+    process = ProcessPreprocessor(Parts(), Parts())
     process.await_ready()
     hung = process._pool.submit(__import__("time").sleep, 600)
     while not hung.running():

@@ -12,7 +12,7 @@ import pytest
 import rollout_batch
 from as_sampled import AsSampled
 from fake_rollout_server import FakeRolloutServer
-from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, rollout_of
+from real_model import Rows, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor
@@ -105,7 +105,7 @@ class Scene:
             rank=rank,
             client=self.client,
             make_request=encoder.request,
-            preprocessor=Preprocessor(encoder, task, packing_length=PACKING_LENGTH),
+            preprocessor=Preprocessor(encoder, task),
             decoding=DECODING,
             **(defaults | settings),
         )

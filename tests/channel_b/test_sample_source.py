@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from detection_task import make_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource, usable_rows
 from swift_stage2.config import RowsWithoutObjects
@@ -174,74 +172,6 @@ def test_channel_b_draws_another_stream_than_channel_a(count: int, world_size: i
                     pairs = zip(a_rows[max(shift, 0) :], b_rows[max(-shift, 0) :], strict=False)
                     # Independent orders: Poisson with mean 1 or less
                     assert sum(a == b for a, b in pairs) <= 12
-
-
-class Stream(RuleBasedStateMachine):
-    """The source against a model that keeps whole lists: rows to come, rows to repeat, rows in hand."""
-
-    @initialize(world_size=st.integers(1, 3), rank=st.integers(0, 2), seed=st.integers(0, 5))
-    def begin(self, world_size: int, rank: int, seed: int) -> None:
-        self.identity = {"rank": rank % world_size, "world_size": world_size, "seed": seed}
-        self.source = _source(**self.identity)
-        self.again: deque[SampleKey] = deque()
-        self.in_hand: list[SampleKey] = []
-        self.num_drawn = 0
-        self.settled: Counter[tuple[int, int]] = Counter()
-        self.saved: str | None = None
-
-    def _fresh_key(self) -> SampleKey:
-        length = len(self.source._shard_of(0))
-        epoch, position = divmod(self.num_drawn, length)
-        self.num_drawn += 1
-        return SampleKey(epoch, position, self.source._shard_of(epoch)[position])
-
-    @rule(count=st.integers(0, 5))
-    def draw(self, count: int) -> None:
-        expected = [self.again.popleft() if self.again else self._fresh_key() for _ in range(count)]
-        assert self.source.draw(count) == expected
-        self.in_hand += expected
-
-    def _take(self, data: st.DataObject) -> list[SampleKey]:
-        taken: list[SampleKey] = data.draw(st.lists(st.sampled_from(self.in_hand), unique=True, max_size=3))
-        self.in_hand = [key for key in self.in_hand if key not in taken]
-        return taken
-
-    @precondition(lambda self: self.in_hand)
-    @rule(data=st.data(), reason=st.sampled_from(ReturnReason))
-    def give_back(self, data: st.DataObject, reason: ReturnReason) -> None:
-        keys = self._take(data)
-        self.source.give_back(keys, reason)
-        used_up = reason in ("stale", "overflow", "timed_out")
-        self.again.extend(key._replace(attempt=key.attempt + used_up) for key in keys)
-
-    @precondition(lambda self: self.in_hand)
-    @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        keys = self._take(data)
-        _settle(self.source, keys)
-        self.settled.update((key.epoch, key.position) for key in keys)
-
-    @rule()
-    def save_and_resume(self) -> None:
-        """All that was in hand is lost with the process; a new one draws it again before anything new."""
-        state = json.loads(json.dumps(self.source.state_dict()))
-        self.source = _source(**self.identity)
-        self.source.load_state_dict(state)
-        unresolved: Sequence[SampleKey] = [*self.again, *self.in_hand]
-        self.again = deque(sorted(unresolved, key=lambda key: (key.epoch, key.position)))
-        self.in_hand = []
-
-    @invariant()
-    def nothing_is_lost_and_nothing_is_doubled(self) -> None:
-        outstanding = [(key.epoch, key.position) for key in (*self.again, *self.in_hand)]
-        everything = Counter(outstanding) + self.settled
-        assert everything.total() == self.num_drawn
-        assert all(count == 1 for count in everything.values())
-        assert len(self.source.state_dict()["outstanding"]) == len(outstanding)
-
-
-Stream.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestStream = Stream.TestCase
 
 
 # --- a row that ms-swift concatenated, sampled and shuffled is still known by its file and line ---------

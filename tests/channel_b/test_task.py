@@ -67,16 +67,6 @@ def test_the_same_label_is_asked_for_only_when_it_is_configured() -> None:
 # --- the format of channel A's answers -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_bbox": "norm1000"}])
-def test_channel_as_real_answers_pass_in_their_own_dialect_only(rows: Rows, options: dict[str, str]) -> None:
-    encoder = make_encoder(make_template(**options))
-    answer, objects = answer_and_objects(encoder, sample_of(rows[0]))
-    make_task("object_list").check_answer(answer, objects)
-    with pytest.raises(ConfigError, match="dialect=object_map") as caught:
-        make_task("object_map").check_answer(answer, objects)
-    assert answer[:40] in str(caught.value)
-
-
 def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: Rows) -> None:
     template = make_template()
     template.bbox_format = "legacy"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from builders import config_of
-from real_model import PACKING_LENGTH, make_encoder, rollout_of, sample_of
+from real_model import make_encoder, rollout_of, sample_of
 from real_model import make_task as shipped_task
 
 from swift_stage2.channel_b.detection import DetectionTask
@@ -91,9 +91,8 @@ class Altered(Preprocessor):
         alter: Any = dict,
         refuses: str | None = None,
         text: str | None = None,
-        **settings: Any,
     ) -> None:
-        super().__init__(*parts, **settings)
+        super().__init__(*parts)
         self._alter, self._refuses, self._text = alter, refuses, text
 
     def encode(self, rollouts: Sequence[Rollout]) -> Iterator[EncodedRollout | Refusal]:
@@ -124,9 +123,9 @@ def test_every_difference_is_named(difference: dict[str, Any], named: str) -> No
     encoder = make_encoder()
     rollouts = [empty_rollout(sample_of(ROW), encoder)]
     parts: Any = (encoder, shipped_task())
-    thread = Preprocessor(*parts, packing_length=PACKING_LENGTH)
-    compare_preprocessors(Altered(*parts, packing_length=PACKING_LENGTH), thread, rollouts)
-    altered = Altered(*parts, packing_length=PACKING_LENGTH, **difference)
+    thread = Preprocessor(*parts)
+    compare_preprocessors(Altered(*parts), thread, rollouts)
+    altered = Altered(*parts, **difference)
     with pytest.raises(ConfigError, match=f"got another .*{named}.* for the data set's row 0.*: thread"):
         compare_preprocessors(altered, thread, rollouts)
 
@@ -134,6 +133,6 @@ def test_every_difference_is_named(difference: dict[str, Any], named: str) -> No
 def test_what_both_refuse_alike_is_no_difference() -> None:
     encoder = make_encoder(packing_length=8)
     rollouts = [empty_rollout(sample_of(ROW), encoder)]
-    one, other = (Preprocessor(encoder, shipped_task(), packing_length=8) for _ in range(2))
+    one, other = (Preprocessor(encoder, shipped_task()) for _ in range(2))
     assert isinstance(one.encode(rollouts)[0], SampleError)
     compare_preprocessors(one, other, rollouts)

@@ -93,13 +93,13 @@ def test_what_was_learned_reaches_the_preprocessing_process(
     task = _learned(written, encoder)
     samples = [sample_of(row) for row in written]
     rollouts = [rollout_of(sample, "", encoder.encode_prompt(sample).token_ids) for sample in samples]
-    process = ProcessPreprocessor(encoder, task, packing_length=LENGTH)
+    process = ProcessPreprocessor(encoder, task)
     try:
         process.await_ready()
         theirs = list(process.encode(rollouts))
     finally:
         process.close()
-    ours = list(Preprocessor(encoder, task, packing_length=LENGTH).encode(rollouts))
+    ours = list(Preprocessor(encoder, task).encode(rollouts))
     for found, expected, sample in zip(theirs, ours, samples, strict=True):
         assert isinstance(found, EncodedRollout)
         assert isinstance(expected, EncodedRollout)
@@ -201,7 +201,7 @@ def test_a_pack_of_empty_answers_trains(rows: list[dict[str, Any]], encoder: Enc
     segments = [
         segment_of(encoder, task, sample, text) for sample, text in zip(samples, ("", "[]", "x"), strict=True)
     ]
-    pack = make_pack("p", segments, encoder, LENGTH)
+    pack = make_pack("p", segments, encoder)
     labels = torch.as_tensor(pack.batch["labels"])
     assert int((labels != -100).sum()) == pack.num_supervised_tokens == 3 * len(_supervised("[]", encoder))
     model, _ = tiny_model()

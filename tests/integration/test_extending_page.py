@@ -20,7 +20,6 @@ import pytest
 import yaml
 from commands import run_python
 from real_model import (
-    PACKING_LENGTH,
     STAGE1,
     make_encoder,
     read_rows,
@@ -127,7 +126,7 @@ def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_f
         assert target.quality.num_pairs == len(row["objects"]["ref"]) > 0
         assert len(parse_rollout(answer, DIALECTS["named_boxes"]).objects) == len(row["objects"]["ref"])
     # The process that preprocesses knows nothing of the file, and need not.
-    with closing(ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH)) as there:
+    with closing(ProcessPreprocessor(encoder, task)) as there:
         there.await_ready()
         (judged,) = there.score([rollout_of(sample, answer, prompt.token_ids)])
         assert judged.target == target  # type: ignore[union-attr]
@@ -150,7 +149,7 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
     sample = Sample(SampleKey(0, 0, 0), row, truth)
     prompt = encoder.encode_prompt(sample)
     task.check_answer(encoder.answer_of(sample), task.to_space(sample.truth, prompt.convert))
-    with closing(ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH)) as there:
+    with closing(ProcessPreprocessor(encoder, task)) as there:
         there.await_ready()
         right, wrong = there.encode(
             [rollout_of(sample, text, prompt.token_ids) for text in (str(truth), "many")]

@@ -152,7 +152,7 @@ class LateTellingSource(SampleSource):
     def draw(self, count: int) -> list[SampleKey]:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
-        self._log.write(Drawn(samples=tuple(keys)))
+        self.log.write(Drawn(samples=tuple(keys)))
         return keys
 
 

@@ -99,6 +99,7 @@ class StubEncoder:
     """Looks at every rollout on its way into a segment."""
 
     closing_token_ids = (2,)
+    packing_length = _PACKING_LENGTH
 
     def __init__(self, scene: Scene, rank: int) -> None:
         self._scene = scene
@@ -155,7 +156,7 @@ class StubTask(Task):
 
 
 def _preprocessor(encoder: StubEncoder) -> Preprocessor:
-    return Preprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)
+    return Preprocessor(encoder, StubTask())
 
 
 class EvaluationEvents:

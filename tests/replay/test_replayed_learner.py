@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from as_sampled import AsSampled
-from real_model import PACKING_LENGTH, make_encoder, make_task, sample_of
+from real_model import make_encoder, make_task, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
@@ -56,7 +56,7 @@ def _trained(
             completion, sample=sample, prompt_token_ids=prompt.token_ids, seed=9, server="http://s"
         )
         segments.append(make_segment(rollout, prompt, encoder, task)[0])
-    return make_pack("p", segments, encoder, PACKING_LENGTH)
+    return make_pack("p", segments, encoder)
 
 
 def _step(step: int, *packs: RecordedPack, losses: tuple[str, ...] | None = LOSSES) -> RecordedStep:
@@ -72,7 +72,7 @@ def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(
 ) -> None:
     completions = (_completion(0, "[]"), _completion(1, "nothing that parses"))
     before = _trained(encoder, rows, completions)
-    maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
+    maker = PackMaker(rows, encoder, TASK)
     learner = _learner(_step(5, RecordedPack("p", before.num_tokens, completions)), maker=maker)
     num_threads = threading.active_count()
     learner.start()
@@ -94,7 +94,7 @@ def test_columns_of_a_pack_are_made_again_bit_by_bit_and_a_record_without_them_i
     task = AsSampled()
     completion = replace(_completion(0, "[]"), token_ids=(300, 301), log_probs=(-0.1, -1e-38))
     before = _trained(encoder, rows, [completion], task)
-    maker = PackMaker(rows, encoder, task, PACKING_LENGTH)
+    maker = PackMaker(rows, encoder, task)
     pack = maker.make(RecordedPack("p", before.num_tokens, (completion,)))
     assert torch.equal(pack.batch["log_probs"], before.batch["log_probs"])
     assert pack.batch["log_probs"].count_nonzero() == 2
@@ -138,7 +138,7 @@ def test_what_is_not_the_runs_own_is_refused(
     encoder: Encoder, rows: list[dict[str, Any]], num_rows: int, images: dict[str, Any], told: str
 ) -> None:
     changed = [row | images for row in rows[:num_rows]]
-    maker = PackMaker(changed, encoder, TASK, PACKING_LENGTH)
+    maker = PackMaker(changed, encoder, TASK)
     with pytest.raises(UserError, match=told):
         maker.make(RecordedPack("p", 7, (_completion(1, "[]"),)))
 

@@ -47,7 +47,7 @@ def packed_gaps(rollouts: Sequence[Rollout], learner: Any, temperature: float) -
     """By how much learner and column differ at every sampled token of one pack of all rollouts, in nats."""
     encoder = make_encoder(packing_length=4096)
     segments = [_segment(rollout, encoder) for rollout in rollouts]
-    batch = make_pack("p", segments, encoder, 4096).batch
+    batch = make_pack("p", segments, encoder).batch
     inputs = {
         name: value
         for name, value in batch.items()

@@ -40,7 +40,7 @@ def start() -> Iterator[Callable[..., HealthCheck]]:
     yield start
     for check in checks:
         check.stop()
-        assert not check.is_alive
+        assert not check._thread.is_alive()
 
 
 def _json(body: Any) -> Answer:
@@ -69,7 +69,7 @@ def _has_been_asked(server: FakeRolloutServer, num_calls: int) -> None:
     server.wait_until(lambda: len(server.calls) >= num_before + num_calls)
 
 
-def test_a_server_that_has_answered_is_told_of_once_and_asked_no_more_before_that(
+def test_who_has_answered_is_told_of_once_and_asked_no_more_before_that_and_forgotten_when_watched_no_more(
     server: FakeRolloutServer, start: Callable[..., HealthCheck]
 ) -> None:
     with FakeRolloutServer(on_get=_silent) as other:  # its workers say nothing: it does not answer
@@ -80,16 +80,6 @@ def test_a_server_that_has_answered_is_told_of_once_and_asked_no_more_before_tha
         _has_been_asked(other, 6)
         assert len(server.calls) == num_calls
         assert (check.take_answering(), check.take_answering()) == ({0}, set())
-        check.watch([])
-        check.stop()
-
-
-def test_who_is_watched_no_more_is_not_asked_and_its_answer_is_forgotten(
-    server: FakeRolloutServer, start: Callable[..., HealthCheck]
-) -> None:
-    with FakeRolloutServer(on_get=_silent) as other:
-        check = start(server, other)
-        check.watch([0, 1])
         wait_for(lambda: check._answering == {0})
         check.watch([1])
         assert check.take_answering() == set()
@@ -193,6 +183,6 @@ def test_stopping_does_not_wait_for_a_server_that_hangs(
     check.watch([0])
     server.wait_until(lambda: len(server.calls) == 1)
     check.stop()
-    assert not check.is_alive, "the question under way has a deadline of its own"
+    assert not check._thread.is_alive(), "the question under way has a deadline of its own"
     check.stop()
     forever.set()

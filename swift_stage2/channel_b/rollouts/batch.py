@@ -7,7 +7,7 @@ another one succeeded on the same server between the two. One that failed once r
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,18 +32,6 @@ class Ask:
 
 class Unasked(Exception):
     """Nothing more is asked for these samples now: the server may not be asked, time is over, or the client stops."""
-
-
-@dataclass(frozen=True, slots=True)
-class PostReport:
-    """One POST that has ended. ``versions`` made each completion of ``result``."""
-
-    result: PostResult
-    versions: Sequence[int]
-    seed: int
-    seconds: float
-    is_meant: bool
-    """False if its server was withdrawn or suspected meanwhile: an error says nothing of it, proven anew perhaps."""
 
 
 class Batch:
@@ -101,19 +89,19 @@ class Batch:
         """
         server, is_again = self._server, False
         while True:
-            await server.settle(self._remaining_s)
+            await server.settle()
             if server.is_stopping or not server.state.is_proven or not self._remaining_s:
                 raise Unasked
-            report = await self._post_once(numbers)
-            match report.result.end:
+            result = await self._post_once(numbers)
+            match result.end:
                 case PostEnd.ANSWERED:
-                    return report.result
-                case _ if not report.is_meant:
+                    return result
+                case _ if not result.is_meant:
                     raise Unasked
                 case PostEnd.ERROR_ANSWER:
                     if len(numbers) == 1:
-                        self._blame_one(numbers[0], report.result.reason)
-                    return report.result
+                        self._blame_one(numbers[0], result.reason)
+                    return result
                 case PostEnd.BUSY:
                     if self._remaining_s < server.request_timeout_s:
                         raise Unasked  # a call that found room now might not end in time
@@ -123,13 +111,13 @@ class Batch:
                 case PostEnd.TIMED_OUT if len(numbers) == 1:
                     sample = self._left.pop(numbers[0]).sample
                     self._finish(returned=(sample,), timed_out=(sample,))
-                    return report.result
+                    return result
                 case PostEnd.TIMED_OUT | PostEnd.STOPPED:
                     raise Unasked  # a batch that was late proves nothing; the next one is smaller
                 case _:
-                    self._blame(report.result.reason)
+                    self._blame(result.reason)
 
-    async def _post_once(self, numbers: tuple[int, ...]) -> PostReport:
+    async def _post_once(self, numbers: tuple[int, ...]) -> PostResult:
         waits_from_s = time.monotonic()
         try:
             ticket = await self._server.enter()
@@ -137,22 +125,20 @@ class Batch:
             self._ends_s += time.monotonic() - waits_from_s  # no time of the batch, and never a failure
         try:
             asks = [self._left[number] for number in numbers]
-            report = await self._server.post(asks, ticket, self._remaining_s)
+            result = await self._server.post(asks, ticket, self._remaining_s)
             self._num_posts += 1
-            if report.result.end is PostEnd.ANSWERED:
-                self._deliver(numbers, report)
+            if result.end is PostEnd.ANSWERED:
+                self._deliver(numbers, result)
             else:
-                told = PostFailure(
-                    self._server.base_url, report.result.end, len(numbers), report.result.reason
-                )
-                self._failures.append(told)
+                url = self._server.base_url
+                self._failures.append(PostFailure(url, result.end, len(numbers), result.reason))
         finally:
-            self._server.leave()
-        return report
+            self._server.fence.leave()
+        return result
 
-    def _deliver(self, numbers: tuple[int, ...], report: PostReport) -> None:
+    def _deliver(self, numbers: tuple[int, ...], result: PostResult) -> None:
         rollouts, aborted = list[Rollout](), list[Rollout]()
-        answers = zip(report.result.completions, report.versions, strict=True)
+        answers = zip(result.completions, result.versions, strict=True)
         for number, (completion, version) in zip(numbers, answers, strict=True):
             rollout = Rollout(
                 sample=self._left.pop(number).sample,
@@ -160,10 +146,10 @@ class Batch:
                 token_ids=completion.token_ids,
                 prompt_token_ids=completion.prompt_token_ids,
                 truncated=completion.finish_reason == "length",
-                seed=report.seed if completion.seed is None else completion.seed,
+                seed=result.seed if completion.seed is None else completion.seed,
                 server=self._server.base_url,
                 spans=(VersionSpan(version, 0, len(completion.token_ids)),),
-                seconds=report.seconds,
+                seconds=result.seconds,
                 **given_by(completion),
             )
             # An aborted one leaves its sample to return.

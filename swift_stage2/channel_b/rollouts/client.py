@@ -181,7 +181,7 @@ class RolloutClient:
         """Asks for one rollout per sample; ``requests[i]`` is the infer request of ``samples[i]``. Does not wait.
 
         Without ``settings`` with the decoding and the observer that the client was made with. Every sample comes out
-        of ``next_finished`` once. A request waits for a ticket as long as it takes, and apart from that at most 2 ×
+        of ``next_finished`` once. A request waits for a ticket as long as it takes, and apart from that at most 3 ×
         ``request_timeout_s`` once a place works on it. More than ``free_places`` wait for longer.
         """
         with self._changed:

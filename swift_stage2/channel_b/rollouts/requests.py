@@ -34,11 +34,16 @@ class PostEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PostResult:
-    """The end of a POST; ``completions`` iff an ``/infer/`` call was answered."""
+    """The end of a POST; ``completions`` iff an ``/infer/`` call was answered. Who asked adds what it knows of it."""
 
     end: PostEnd
     reason: str = ""
     completions: tuple[Completion, ...] = ()
+    versions: tuple[int, ...] = ()  # that made each completion
+    seed: int = 0
+    seconds: float = 0.0
+    is_meant: bool = True
+    """False if its server was withdrawn or suspected meanwhile: an error says nothing of it, proven anew perhaps."""
 
 
 class RequestObserver(Protocol):

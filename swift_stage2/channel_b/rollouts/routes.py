@@ -21,9 +21,6 @@ from swift_stage2.servers import infer_wire, vllm_serve
 from swift_stage2.servers.session import ServerHttp, run
 
 _SHORTEST_TIMEOUT_S = 1e-3
-# What vLLM says of a request that it cannot answer: another server would not, either.
-_OF_THE_REQUEST = (400, 413, 422)
-
 _Fault = ServerFault | ProtocolError
 # These say nothing of the requests: the server answers nobody like us (a wrong key, its present state), has no room
 # (429), or a merger or proxy speaks of the server behind it.
@@ -115,11 +112,10 @@ class ChatRoute(InferRoute):
         answers = await asyncio.gather(*(self._chat(request, config, end) for request in requests))
         faults = [answer for answer in answers if isinstance(answer, _Fault)]
         if faults:
-            # What may still be computed counts most, what says something of a single request least.
-            of_server = [fault for fault in faults if getattr(fault, "status", None) not in _OF_THE_REQUEST]
-            ends = [self.end_of(vllm_serve.CHAT, fault) for fault in of_server]
-            late = [end for end in ends if end.end is PostEnd.TIMED_OUT]
-            return next(iter(late + ends), PostResult(PostEnd.ERROR_ANSWER, str(faults[0])))
+            # What may still be computed counts most, what may say something of a single request least.
+            ends = [self.end_of(vllm_serve.CHAT, fault) for fault in faults]
+            order = {PostEnd.TIMED_OUT: 0, PostEnd.ERROR_ANSWER: 2}
+            return min(ends, key=lambda each: order.get(each.end, 1))
         try:
             record = await self._ask("GET", vllm_serve.WEIGHT_INFO, None, end, wire.MOST_CONTROL_BYTES)
             said = vllm_serve.parse_weight_version(record)

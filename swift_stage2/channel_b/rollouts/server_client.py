@@ -14,14 +14,13 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.channel_b.rollouts.batch import Ask, Batch, PostReport, Unasked
+from swift_stage2.channel_b.rollouts.batch import Ask, Batch, Unasked
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.channel_b.rollouts.routes import route_to
 from swift_stage2.channel_b.rollouts.server_state import InFlightRequest, PlaceLimit, ServerState
-from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample
@@ -98,7 +97,7 @@ class ServerClient:
         """Requests that a POST may carry."""
         if self.state.streams:
             return 1
-        return self._limit.within(min(self._client.max_inflight_per_server, MAX_REQUESTS_PER_POST))
+        return self._limit.within(self._client.max_inflight_per_server)
 
     @property
     def room(self) -> int:
@@ -200,14 +199,13 @@ class ServerClient:
         return asks
 
     async def _work_on(self, asks: Sequence[Ask]) -> None:
-        timeout_s = self._client.request_timeout_s
-        batch = Batch(self, dict(enumerate(asks)), _BUDGET_IN_TIMEOUTS * timeout_s)
+        batch = Batch(self, dict(enumerate(asks)), _BUDGET_IN_TIMEOUTS * self._client.request_timeout_s)
         try:
             with suppress(Unasked):
                 await batch.resolve()
             batch.give_back()
             with suppress(Unasked):
-                await self.settle(timeout_s)
+                await self.settle()
         except Exception as error:  # top of the task: the client's next call raises it
             self.mark_suspect(f"its requests failed here: {type(error).__name__}: {error}")
             batch.give_back()
@@ -225,10 +223,6 @@ class ServerClient:
         except FenceShutDown as end:  # only at the end of a run, which stops the client as well
             raise Unasked from end
         raise Unasked
-
-    def leave(self) -> None:
-        """A ticket is given back."""
-        self.fence.leave()
 
     async def pause(self, seconds: float) -> None:
         """Sleeps for so long, or until the client stops."""
@@ -248,7 +242,7 @@ class ServerClient:
         self._failed_since.add(_row(sample))
         return len(self._failed_since) >= _MOST_FAILURES
 
-    async def post(self, asks: Sequence[Ask], ticket: InferTicket, remaining_s: float) -> PostReport:
+    async def post(self, asks: Sequence[Ask], ticket: InferTicket, remaining_s: float) -> PostResult:
         """One POST under a ticket. Raises Unasked: the server must not be asked."""
         settings = asks[0].settings
         version = ticket.version
@@ -266,7 +260,7 @@ class ServerClient:
         with self._client.watch_post():
             result = await self._call(post, requests, config, timeout_s)
         ended_s = time.monotonic()
-        result, versions = await self._believed(post, result, version)
+        result = await self._believed(post, result, version)
         most = self._num_places if self.state.streams else self._client.max_inflight_per_server
         self._limit.observe(result.end, began_s=began_s, ended_s=ended_s, most=most, num_requests=len(asks))
         # While the ticket is held: a drained fence with nothing unsettled must mean an idle server.
@@ -282,7 +276,8 @@ class ServerClient:
             self._failed_since.clear()
         else:
             logger.info("no rollout for %d requests: %s", len(asks), result.reason)
-        return PostReport(result, versions, seed, ended_s - began_s, is_meant=is_known and post.is_wanted)
+        is_meant = is_known and post.is_wanted
+        return replace(result, seed=seed, seconds=ended_s - began_s, is_meant=is_meant)
 
     def finish(self, outcome: BatchOutcome) -> None:
         """Hands ``outcome`` to the client."""
@@ -310,45 +305,38 @@ class ServerClient:
         end = PostEnd.STOPPED if self.is_stopping else PostEnd.LOST
         return PostResult(end, f"{self.base_url}: the answer is not waited for any more")
 
-    async def _believed(
-        self, post: InFlightRequest, result: PostResult, version: int
-    ) -> tuple[PostResult, tuple[int, ...]]:
-        """The result, and the version that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
-        versions = self.state.versions_of(
-            post, result.completions, version=version, run_id=self._client.run_id
-        )
+    async def _believed(self, post: InFlightRequest, result: PostResult, version: int) -> PostResult:
+        """With the version that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
+        run_id = self._client.run_id
+        versions = self.state.versions_of(post, result.completions, version=version, run_id=run_id)
         # Asked after the answer: a process that has replaced the proven one cannot have answered before the loss.
         asks = result.end is PostEnd.ANSWERED and not self.state.stamps
         if asks and await asyncio.to_thread(self._client.is_lost, self.base_url, version):
             versions = f"the process that proved version {version} was lost; who answers is another"
         if isinstance(versions, str):
-            return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {versions}"), ()
-        return result, versions
+            return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {versions}")
+        return replace(result, versions=versions)
 
-    async def settle(self, patience_s: float) -> None:
-        """Asks the ordered call until it answers, ``patience_s`` pass, or the server becomes suspect.
+    async def settle(self) -> None:
+        """Asks the ordered call until it answers or the server becomes suspect, within a request's time.
 
         The call that was sent after a POST settles it, whoever abandoned it. Raises Unasked: it is not settled.
         """
-        patience_ends = time.monotonic() + patience_s
         if not self.is_settling:
             return
-        if self.is_stopping:
-            raise Unasked
         async with self._settling:  # deadline: who holds it has one
             settle_by, posts = self.state.settle_by, self.state.abandoned()
             if settle_by is None:
                 return
-            if not self.state.is_proven or patience_s < _SHORTEST_TIMEOUT_S:
+            if not self.state.is_proven or self.is_stopping:
                 raise Unasked
-            result = await self._settle_call(min(settle_by, patience_ends))
+            result = await self._settle_call(settle_by)
             if self.state.is_proven and result.end in (PostEnd.ERROR_ANSWER, PostEnd.UNREACHABLE):
-                result = await self._settle_call(min(settle_by, patience_ends))
-            still_has_time = result.end is PostEnd.TIMED_OUT and patience_ends < settle_by
+                result = await self._settle_call(settle_by)
             if result.end is PostEnd.ANSWERED:
                 self.state.settle(posts)
                 return
-            if not (self.is_stopping or still_has_time) and posts & self.state.abandoned():
+            if not self.is_stopping and posts & self.state.abandoned():
                 self.mark_suspect(f"a POST was abandoned and could not be settled: {result.reason}")
         raise Unasked
 
