@@ -525,20 +525,6 @@ def test_parts_of_two_checkpoints_are_refused(
         run.close()
 
 
-def test_a_model_whose_packed_segments_see_each_other_does_not_train(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-) -> None:
-    def leaking(batch: Mapping[str, Any]) -> float:
-        last = int((batch["labels"][0] != -100).nonzero().max())
-        return float(batch["input_ids"][0, :last].sum())  # of everything before what is supervised
-
-    with pytest.raises(ConfigError, match="packed segments must not see each other"):
-        _start(configure(server.url), rows, tmp_path, leaking)
-
-
 def test_without_channel_b_nothing_of_it_exists(
     rows: list[dict[str, Any]], tmp_path: Path, server: FakeRolloutServer, channel_bs: list[Any]
 ) -> None:
