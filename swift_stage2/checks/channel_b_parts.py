@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from swift_stage2.channel_b import detection as detection  # registers a task that is shipped
@@ -196,18 +195,16 @@ def check_preprocessing(parts: CheckedParts) -> None:
 def compare_preprocessors(
     examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]
 ) -> None:
-    """Both must make the same targets and batches of the same rollouts, and refuse the same ones.
+    """Both must make the same tensors of the same rollouts, and refuse the same ones.
 
     Raises:
         ConfigError: they do not.
         PreprocessorLost: the process failed, ended or does not answer.
     """
-    outcomes = (_outcomes(preprocessor, rollouts) for preprocessor in (reference, examined))
-    for rollout, expected, found in zip(rollouts, *outcomes, strict=True):
-        different = sorted(
-            name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
-        )
-        if different:
+    for rollout in rollouts:
+        one, other = (_tensors(preprocessor, rollout) for preprocessor in (reference, examined))
+        same = {name for name in one.keys() & other.keys() if _equal(one[name], other[name])}
+        if different := sorted((one.keys() | other.keys()) - same):
             raise ConfigError(
                 "the preprocessing process must encode as the learner does",
                 got=f"another {', '.join(different)} for the data set's row {rollout.sample.key.index}",
@@ -216,26 +213,16 @@ def compare_preprocessors(
             )
 
 
-def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Each rollout's target and batch, alone; or why there is none."""
-    outcomes: list[dict[str, Any]] = []
-    for found in preprocessor.encode(rollouts):
-        if isinstance(found, EncodedRollout):
-            pack = preprocessor.pack("check", [found.segment])
-            outcomes.append({"target": found.target, **(pack.batch if pack is not None else {})})
-        else:
-            outcomes.append({"refusal": str(found)})
-    return outcomes
+def _tensors(preprocessor: Preprocessor, rollout: Rollout) -> dict[str, torch.Tensor]:
+    """Those of a rollout's pack, alone; none where it is refused."""
+    (found,) = preprocessor.encode([rollout])
+    pack = preprocessor.pack("check", [found.segment]) if isinstance(found, EncodedRollout) else None
+    batch = pack.batch if pack is not None else {}
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_equal(value, right[name]) for name, value in left.items())
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return type(left) is type(right) and bool(np.all(left == right))
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def wait_for_servers(
