@@ -350,7 +350,6 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
             None,
         ),
         ({"stage2_ab.schedule.b_ratio": 0}, None),
-        ({"stage2_ab.schedule.b_ratio": 0, LAUNCHED: [{"engine": "transformers"}]}, "remove them"),
     ],
 )
 def test_what_wastes_something_is_advised_against_with_the_value_to_write(
