@@ -25,10 +25,11 @@ from swift_stage2.checks.channel_b_parts import (
     check_preprocessing,
     make_task,
     merge_lengths,
+    wait_for_servers,
 )
 from swift_stage2.checks.checks import refuse_differing_settings
 from swift_stage2.checks.packing_isolation import PackedLoss
-from swift_stage2.checks.servers import examine, wait_for_servers
+from swift_stage2.checks.servers import examine
 from swift_stage2.collectives import join_control_group, together
 from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, StarvationAction

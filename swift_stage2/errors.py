@@ -39,11 +39,6 @@ class Refusal(Stage2Error):
         place = f"{self.key}: " if self.key else ""
         return f"{place}{self.rule}{f', got {self.got}' if self.got else ''}"
 
-    @property
-    def fields(self) -> dict[str, str]:
-        """The arguments that make the same refusal anew, as plain JSON."""
-        return {"rule": self.rule, "got": self.got, "remedy": self.remedy, "key": self.key}
-
     def __str__(self) -> str:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found
 

@@ -44,12 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the file. Raises UserError: an option that no run could use, or a file that is there already."""
     options = _parse(argv)
     output: Path = options.output
-    if output.suffix not in (".yaml", ".yml"):
-        raise UserError(
-            "--output must be the name of a YAML file",
-            got=f"{str(output)!r}",
-            remedy="write it like run.yaml",
-        )
     data = starter_config(options)
     local_files(data["swift"])
     try:

@@ -18,8 +18,9 @@ from real_model import make_encoder, make_template, tiny_model
 
 from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.checks import checks, servers
-from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
+from swift_stage2.checks import channel_b_parts, checks, servers
+from swift_stage2.checks.channel_b_parts import wait_for_servers
+from swift_stage2.checks.servers import FoundServers, examine
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
@@ -185,7 +186,7 @@ def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: Answer(status=401, body=b"send the key")
-    with pytest.raises(ServerUnavailable, match="status 401: send the key; set the variable"):
+    with pytest.raises(ServerUnavailable, match=r"status 401.* holds no key; export "):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
     assert len(server.calls) == 1  # no waiting mends it
 
@@ -193,9 +194,9 @@ def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
 def test_another_program_is_no_stock_server(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_WAIT_SLICE_S", 1.0)
+    monkeypatch.setattr(channel_b_parts, "_WAIT_SLICE_S", 1.0)
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
-    with pytest.raises(ConfigError, match="must be a rollout server, got an answer of another program"):
+    with pytest.raises(ServerUnavailable, match="must be a rollout server, got an answer of another program"):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
 
 
@@ -336,10 +337,7 @@ def test_hosts_with_different_files_are_told_the_setting_and_both_values() -> No
         }
         for rank in (0, 1)
     )
-    assert (
-        _told_of(*two_differ)
-        == f"{every}rollout.servers=[0] on rank 0 and [1] on rank 1 (1 more differ){remedy}"
-    )
+    assert _told_of(*two_differ) == f"{every}rollout.servers=[0] on rank 0 and [1] on rank 1{remedy}"
 
 
 # --- a whole run -------------------------------------------------------------------------------------
@@ -481,20 +479,6 @@ def test_parts_of_two_checkpoints_are_refused(
             run.resume(lambda: states[0])
     finally:
         run.close()
-
-
-def test_a_model_whose_packed_segments_see_each_other_does_not_train(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-) -> None:
-    def leaking(batch: Mapping[str, Any]) -> float:
-        last = int((batch["labels"][0] != -100).nonzero().max())
-        return float(batch["input_ids"][0, :last].sum())  # of everything before what is supervised
-
-    with pytest.raises(ConfigError, match="packed segments must not see each other"):
-        _start(configure(server.url), rows, tmp_path, leaking)
 
 
 def test_without_channel_b_nothing_of_it_exists(

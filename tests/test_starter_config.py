@@ -167,8 +167,6 @@ def test_gpus_of_both_sides_are_shared(
         ({"data": "/nowhere/rows.jsonl"}, "", "must name files that exist"),
         ({"learner_gpus": "first"}, "", "GPUs must be numbers with commas between, got 'first'"),
         ({"learner_gpus": "0,0", "rollout_gpus": "0"}, "", "what was asked for cannot run: "),
-        ({"output": "job.txt"}, "", "--output must be the name of a YAML file"),
-        ({}, "--swift external_plugins=a.py --swift external_plugins=b.py", "--set must name a key once"),
         ({}, "--set rollout.decoding", "--set must be KEY=VALUE"),
         ({}, "--set stage2_ab.schedule.b_ratio=no", "stage2_ab.schedule.b_ratio"),
     ],

@@ -1,14 +1,14 @@
-"""Channel B's parts that know data set and template, made and checked when a run starts."""
+"""Channel B's parts that know data set and template, made and checked when a run starts; the wait for its servers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from swift_stage2.channel_b import detection as detection  # registers a task that is shipped
@@ -26,15 +26,18 @@ from swift_stage2.checks.packing_isolation import (
     isolation_batches,
 )
 from swift_stage2.checks.samples import RowLengths, check_rows
+from swift_stage2.checks.servers import FoundServers
 from swift_stage2.collectives import ControlGroup, together
-from swift_stage2.config import Preprocessing, Stage2Config
+from swift_stage2.config import OnPending, Preprocessing, Stage2Config
 from swift_stage2.config.objective import require_weight
 from swift_stage2.config.rules import find
-from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.records import Rollout, Sample
-from swift_stage2.runtime.output import say
+from swift_stage2.runtime.output import going_on, say
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.telemetry.facade import Telemetry
 
+_WAIT_SLICE_S = 10.0
 _MOST_A_STEPS = 16  # that one B step may stand for
 _WANTED_A_STEPS = 4
 
@@ -189,18 +192,16 @@ def check_preprocessing(parts: CheckedParts) -> None:
 def compare_preprocessors(
     examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]
 ) -> None:
-    """Both must make the same targets and batches of the same rollouts, and refuse the same ones.
+    """Both must make the same tensors of the same rollouts, and refuse the same ones.
 
     Raises:
         ConfigError: they do not.
         PreprocessorLost: the process failed, ended or does not answer.
     """
-    outcomes = (_outcomes(preprocessor, rollouts) for preprocessor in (reference, examined))
-    for rollout, expected, found in zip(rollouts, *outcomes, strict=True):
-        different = sorted(
-            name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
-        )
-        if different:
+    for rollout in rollouts:
+        one, other = (_tensors(preprocessor, rollout) for preprocessor in (reference, examined))
+        same = {name for name in one.keys() & other.keys() if _equal(one[name], other[name])}
+        if different := sorted((one.keys() | other.keys()) - same):
             raise ConfigError(
                 "the preprocessing process must encode as the learner does",
                 got=f"another {', '.join(different)} for the data set's row {rollout.sample.key.index}",
@@ -209,23 +210,72 @@ def compare_preprocessors(
             )
 
 
-def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Each rollout's target and batch, alone; or why there is none."""
-    outcomes: list[dict[str, Any]] = []
-    for found in preprocessor.encode(rollouts):
-        if isinstance(found, EncodedRollout):
-            pack = preprocessor.pack("check", [found.segment])
-            outcomes.append({"target": found.target, **(pack.batch if pack is not None else {})})
-        else:
-            outcomes.append({"refusal": str(found)})
-    return outcomes
+def _tensors(preprocessor: Preprocessor, rollout: Rollout) -> dict[str, torch.Tensor]:
+    """Those of a rollout's pack, alone; none where it is refused."""
+    (found,) = preprocessor.encode([rollout])
+    pack = preprocessor.pack("check", [found.segment]) if isinstance(found, EncodedRollout) else None
+    batch = pack.batch if pack is not None else {}
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_equal(value, right[name]) for name, value in left.items())
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return type(left) is type(right) and bool(np.all(left == right))
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def wait_for_servers(
+    config: Stage2Config,
+    control: ControlGroup,
+    warn: Callable[[str], None] = lambda message: None,
+) -> FoundServers:
+    """Returns once every server answers and can be given weights, or ``rollout.start_timeout_s`` is over.
+
+    ``warn`` is told on rank 0 of servers that are absent, and of one that cannot abort although ``sync.on_pending``
+    asks for it.
+
+    Raises:
+        UserError: a server cannot be given weights from here, refuses the key, or is named twice; on every rank.
+        ServerUnavailable: none has answered in time; on every rank a UserError.
+    """
+    most_s, found = config.rollout.start_timeout_s, FoundServers()
+    limit, end = f"rollout.start_timeout_s={most_s:g}", time.monotonic() + most_s
+    # With what was heard instead of an answer.
+    waiting = {server.base_url: "" for server in config.rollout.servers}
+    num_servers = len(waiting)
+
+    def what() -> str:
+        shown = (f"{url} ({heard})" if heard else url for url, heard in tuple(waiting.items()))
+        return f"waiting up to {most_s:g} s for {', '.join(shown)} to answer"
+
+    def look() -> None:
+        """One slice for one server; one that is absent leaves each of the others time to answer."""
+        base_url = next(iter(waiting))
+        slice_ends = time.monotonic() + min(_WAIT_SLICE_S, most_s / num_servers)
+        heard = found.look_for(config, base_url, min(end, slice_ends))
+        del waiting[base_url]
+        if heard and time.monotonic() < end:
+            waiting[base_url] = heard.partition("; ")[0]  # the others may answer meanwhile
+        elif heard:
+            found.absent[base_url] = heard
+        elif config.rollout.sync.on_pending is OnPending.ABORT and not found.kinds[base_url].is_ours:
+            warn(
+                f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
+                "rollout.sync.on_pending: abort needs swift-stage2 rollout"
+            )
+        if len(found.absent) == num_servers:
+            raise ServerUnavailable(
+                f"a rollout server must answer within {limit}",
+                got=f"no answer: {heard}, or correct rollout.servers",
+            )
+
+    with going_on("train", what):
+        # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
+        while control.broadcast(bool(waiting)):
+            together(control, look if control.rank == 0 else lambda: None)
+    if found.absent and control.rank == 0:
+        warn(
+            f"{len(found.absent)} of {num_servers} servers did not answer within {limit} and join when they do: "
+            f"{', '.join(found.absent)}"
+        )
+    told = control.broadcast(asdict(found))
+    kinds = {base_url: ServerKind(**kind) for base_url, kind in told["kinds"].items()}
+    return FoundServers(**told | {"kinds": kinds})

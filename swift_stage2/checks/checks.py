@@ -354,12 +354,12 @@ def refuse_differing_settings(settings: Mapping[str, Any], control: ControlGroup
     places = sorted({place for each in told for place in each})
     differing = [place for place in places if any(each.get(place) != told[0].get(place) for each in told)]
     if differing:
-        place, rest = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+        place = differing[0]
         values = [each.get(place) for each in told]
         rank = next(rank for rank, value in enumerate(values) if value != values[0])
         raise ConfigError(
             "every rank must have the same settings",
-            got=f"{place}={values[0]} on rank 0 and {values[rank]} on rank {rank}{rest}",
+            got=f"{place}={values[0]} on rank 0 and {values[rank]} on rank {rank}",
             remedy="give every host the same file",
         )
 

@@ -19,15 +19,17 @@ from torch import nn
 
 from swift_stage2 import wire
 from swift_stage2.channel_b.rollouts.routes import RouteNow
-from swift_stage2.checks import feeding
 from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
 from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
+    Feeding,
     TimedCall,
     check_call,
     check_matching,
     check_prompts,
+    check_rate,
+    check_settings,
     route_of,
 )
 from swift_stage2.checks.samples import CheckedRows
@@ -165,16 +167,14 @@ class LiveServers:
         """Whether these servers, as timed, can feed channel B."""
         self.exam.begin_section("Feeding channel B")
         asked: list[CheckResult[Any]] = [self.samples, *self.calls]
-        self.exam.check("rate", lambda: feeding.check_rate(self._feeding(num_ranks), step_s), needs=asked)
-        self.exam.check(
-            "settings", lambda: feeding.check_settings(self._feeding(num_ranks), step_s), needs=asked
-        )
+        self.exam.check("rate", lambda: check_rate(self._feeding(num_ranks), step_s), needs=asked)
+        self.exam.check("settings", lambda: check_settings(self._feeding(num_ranks), step_s), needs=asked)
 
-    def _feeding(self, num_ranks: int) -> feeding.Feeding:
+    def _feeding(self, num_ranks: int) -> Feeding:
         config, channel_b = self.config, self.config.stage2_ab.channel_b
         prefetch = channel_b.prefetch
         full = [checked.result for checked in self.calls]
-        return feeding.Feeding(
+        return Feeding(
             b_ratio=config.stage2_ab.schedule.exact_b_ratio,
             packs_per_b_step=self.prepared.result.gradient_accumulation_steps,
             num_ranks=num_ranks,

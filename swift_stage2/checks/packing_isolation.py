@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS, IGNORED_LABEL, Encoder
@@ -115,8 +116,9 @@ def measure_isolation(batches: IsolationBatches, packed_loss: PackedLoss) -> Iso
     """Runs the model on every batch, as often on every rank; on any device and in any dtype."""
     packed_loss(batches.behind[0]())  # kernels that are chosen by trying must not change between two losses
     return IsolationChange(
-        _largest([min(_changes(group, packed_loss)) for group in batches.before]),
-        _largest(_changes(batches.behind, packed_loss)),
+        # numpy's keep what is not a number
+        float(np.max([np.min(_changes(group, packed_loss)) for group in batches.before])),
+        float(np.max(_changes(batches.behind, packed_loss))),
     )
 
 
@@ -157,11 +159,6 @@ def _changes(group: Group, packed_loss: PackedLoss) -> list[float]:
     if not all(map(math.isfinite, losses)):
         return [math.nan] * (len(losses) - 1)
     return [abs(loss - losses[0]) for loss in losses[1:]]
-
-
-def _largest(changes: Sequence[float]) -> float:
-    """Not a number if one is none."""
-    return max(changes, key=lambda change: (math.isnan(change), change))
 
 
 def _group(

@@ -9,24 +9,19 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
 from swift_stage2.config import OnPending, Stage2Config
 from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
 from swift_stage2.runtime.network import ANY_ADDRESS, is_here, refuse_busy, resolve
-from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_turns_option, ask_world_size
 from swift_stage2.wire import ServerInfo
-
-if TYPE_CHECKING:
-    from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does
 
 
 def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> None:
@@ -104,12 +99,11 @@ def _lone_address(host: str) -> str:
 
 
 _POLL_S = 0.5
-_WAIT_SLICE_S = 10.0
 _LOOK_S = 5.0
 _JOIN_S = 2.0  # for an absent server, which has just answered the probe
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FoundServers:
     """The servers of a run, by base URL."""
 
@@ -120,89 +114,36 @@ class FoundServers:
     names: dict[str, str] = field(default_factory=dict)
     """By incarnation of a server of ours: its base URL."""
 
-    def take(self, base_url: str, told: Mapping[str, Any]) -> None:
-        """Notes what ``look_for`` told of a server that answers.
+    def look_for(self, config: Stage2Config, base_url: str, until: float) -> str:
+        """What was heard of a server until then (a moment of ``time.monotonic``); empty if it was found.
 
         Raises:
-            UserError: it cannot be given weights from here, or is named twice.
+            UserError: the run cannot have it, it refuses the key, or it is named twice.
         """
-        if told["refused"]:
-            raise ConfigError(**told["refused"])
+        said: ServerFault | None = None
+        with ServerSession(base_url, config.rollout.api_key()) as session:
+            while True:
+                try:
+                    info = identify(session, config, Deadline(max(0.1, until - time.monotonic())))
+                    break
+                except ServerFault as fault:
+                    # The last look has next to no time: an answer from before says more.
+                    said = said if said is not None and fault.kind is FaultKind.LATE else fault
+                    is_over = time.monotonic() >= until  # until then it may be one odd answer
+                    if said.refuses_key or (is_over and said.is_foreign):
+                        raise explain(said, session, config) from fault
+                    if is_over:
+                        return str(said)
+                time.sleep(_POLL_S)
         # Two pushes to one process end each other.
-        if told["ours"] and (name := self.names.setdefault(told["incarnation"], base_url)) != base_url:
+        if not info.stock and (name := self.names.setdefault(str(info.incarnation), base_url)) != base_url:
             raise ConfigError(
                 "every server must be named once",
                 got=f"base_url={base_url!r}, which is {name} by another name",
                 remedy="remove one of them from rollout.servers",
             )
-        self.kinds[base_url] = ServerKind(told["ours"], told["chat_model"])
-
-
-def wait_for_servers(
-    config: Stage2Config,
-    control: ControlGroup,
-    warn: Callable[[str], None] = lambda message: None,
-) -> FoundServers:
-    """Returns once every server answers and can be given weights, or ``rollout.start_timeout_s`` is over.
-
-    ``warn`` is told on rank 0 of servers that are absent, and of one that cannot abort although ``sync.on_pending``
-    asks for it.
-
-    Raises:
-        UserError: a server cannot be given weights from here, or is named twice; on every rank.
-        ServerUnavailable: none has answered in time, or one refuses the key; on every rank.
-    """
-    end = time.monotonic() + config.rollout.start_timeout_s
-    most_s = config.rollout.start_timeout_s
-    waiting = {
-        server.base_url: "" for server in config.rollout.servers
-    }  # with what was heard instead of an answer
-
-    def what() -> str:
-        shown = (f"{url} ({heard})" if heard else url for url, heard in tuple(waiting.items()))
-        return f"waiting up to {most_s:g} s for {', '.join(shown)} to answer"
-
-    with going_on("train", what):
-        found = _find_servers(config, control, warn, waiting, end)
-    if found.absent and control.rank == 0:
-        warn(
-            f"{len(found.absent)} of {len(config.rollout.servers)} servers did not answer within rollout."
-            f"start_timeout_s={config.rollout.start_timeout_s:g} and join when they do: {', '.join(found.absent)}"
-        )
-    return found
-
-
-def _find_servers(
-    config: Stage2Config,
-    control: ControlGroup,
-    warn: Callable[[str], None],
-    waiting: dict[str, str],
-    end: float,
-) -> FoundServers:
-    found = FoundServers()
-    while waiting:
-        # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
-        base_url = next(iter(waiting))
-        told = control.broadcast(look_for(config, base_url, end) if control.rank == 0 else None)
-        waiting.pop(base_url)
-        if told["answers"] or told["refused"]:
-            found.take(base_url, told)
-            wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
-            if wants_abort and not told["ours"]:
-                warn(
-                    f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
-                    "rollout.sync.on_pending: abort needs swift-stage2 rollout"
-                )
-        elif told["is_over"]:
-            found.absent[base_url] = told["missing"]
-        else:
-            waiting[base_url] = told["missing"].partition("; ")[0]  # the others may answer meanwhile
-        if told["refuses_key"] or len(found.absent) == len(config.rollout.servers):
-            raise ServerUnavailable(
-                f"a rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}",
-                got=f"no answer: {told['missing']}, or correct rollout.servers",
-            )
-    return found
+        self.kinds[base_url] = ServerKind(not info.stock, info.chat_model)
+        return ""
 
 
 def examine(config: Stage2Config, found: FoundServers, base_url: str) -> ServerKind | None:
@@ -211,40 +152,8 @@ def examine(config: Stage2Config, found: FoundServers, base_url: str) -> ServerK
     Raises:
         UserError: the run cannot have it.
     """
-    told = look_for(config, base_url, time.monotonic() + _JOIN_S)
-    if not (told["answers"] or told["refused"]):
-        return None
-    found.take(base_url, told)
-    return found.kinds[base_url]
-
-
-def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
-    """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
-    told: dict[str, Any] = {"answers": False, "ours": False, "missing": "", "refused": None}
-    told |= {"chat_model": None, "incarnation": None, "refuses_key": False, "is_over": False}
-    # One that is absent leaves each of the others time to answer.
-    slice_s = min(_WAIT_SLICE_S, config.rollout.start_timeout_s / max(1, len(config.rollout.servers)))
-    slice_ends = min(end, time.monotonic() + slice_s)
-    said: ServerFault | None = None
-    with ServerSession(base_url, config.rollout.api_key()) as session:
-        while True:
-            try:
-                info = identify(session, config, Deadline(max(0.1, slice_ends - time.monotonic())))
-            except ConfigError as refusal:
-                return told | {"answers": True, "refused": refusal.fields}
-            except ServerFault as fault:
-                if fault.refuses_key:
-                    return told | {"missing": str(fault), "refuses_key": True, "is_over": True}
-                # The last look has next to no time: an answer from before says more.
-                said = said if said is not None and fault.kind is FaultKind.LATE else fault
-                if time.monotonic() >= slice_ends:  # until then it may be one odd answer
-                    told |= {"missing": str(said), "is_over": time.monotonic() >= end}
-                    told["refused"] = foreign(session, said).fields if said.is_foreign else None
-                    return told
-            else:
-                told |= {"answers": True, "ours": not info.stock}
-                return told | {"chat_model": info.chat_model, "incarnation": info.incarnation}
-            time.sleep(_POLL_S)
+    found.look_for(config, base_url, time.monotonic() + _JOIN_S)
+    return found.kinds.get(base_url)
 
 
 def identify(session: ServerSession, config: Stage2Config, deadline: Deadline) -> ServerInfo:

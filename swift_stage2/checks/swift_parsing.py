@@ -58,9 +58,7 @@ def refuse_unreadable(
                 rule, got=f"{name!r}", remedy=f"did you mean {near!r}?" if near else "remove it"
             )
     unchecked = type(arguments_class.__name__, (arguments_class,), {"__post_init__": lambda self: None})
-    _, left_over = _parse(argv, unchecked, where)
-    if left_over:
-        raise ConfigError(rule, got=f"{left_over[0]!r}", remedy="remove it")
+    _parse(argv, unchecked, where)
 
 
 def parse_swift_arguments(
@@ -72,15 +70,14 @@ def parse_swift_arguments(
         ConfigError: ms-swift refuses them; the message ends with its own words, or names the nearest argument.
     """
     refuse_unreadable(argv, arguments_class, where=where)
-    arguments, _ = _parse(argv, arguments_class, where)
-    return arguments
+    return _parse(argv, arguments_class, where)
 
 
-def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any, list[str]]:
+def _parse(argv: Sequence[str], arguments_class: type, where: str) -> Any:
     told = io.StringIO()
     try:
         with redirect_stderr(told):
-            arguments, left_over = parse_args(arguments_class, list(argv))
+            arguments, _ = parse_args(arguments_class, list(argv))
     except SystemExit as end:
         lines = told.getvalue().strip().splitlines() or ["no reason given"]
         raise _refusal(lines[-1].partition("error: ")[2] or lines[-1], where) from end
@@ -97,7 +94,7 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
         logger.debug("ms-swift refused its arguments", exc_info=True)
         raise _refusal(str(error) or type(error).__name__, where) from error
     sys.stderr.write(told.getvalue())
-    return arguments, left_over
+    return arguments
 
 
 def _plugin_behind(error: Exception) -> str:

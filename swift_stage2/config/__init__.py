@@ -2,9 +2,8 @@
 
 yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
 binding     plain mapping -> sections (unknown keys, types, missing keys)
-registry    named parts, some from a user's file; an unknown name tells the nearest
-rules       rules about one setting, and between numbers: refused or shown with the numbers put in
-stage2_ab   objective   rollout   launch   telemetry   the sections with their defaults and their own rules
+rules       types of numbers, names of variables; named parts, some from a user's file, the nearest is told
+stage2_ab   objective   rollout   launch   the sections with their defaults and their own rules
 swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift
 root        Stage2Config, the rules between sections, ``load_config``
 """

@@ -65,9 +65,7 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
     remedy = "docs/design/formats.md lists every key"
     if type(default) in (int, float) and isinstance(value, int | float):
         remedy = f"the default is {default:g}"
-    if isinstance(value, bool):
-        remedy = "quote a word: YAML reads yes, no, on and off as true and false"
-    elif isinstance(value, str) and error["type"].startswith(("int", "float", "bool")):
+    if isinstance(value, str) and error["type"].startswith(("int", "float", "bool")):
         remedy = "write it without quotes, a number such as 1e-5 as 1.0e-5"
     return ConfigError(
         f"{full} {rule}",

@@ -132,13 +132,8 @@ class Stage2Config:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Settings that work but waste something, each with the recommended value."""
-        if not self.b_enabled:
-            unused = (
-                "launch.servers are not started, because nobody would ask them: got b_ratio=0; remove them"
-            )
-            return (unused,) if self.launch.servers else ()
         prefetch, b_ratio = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule.exact_b_ratio
-        if (per_step := self.gradient_accumulation_steps) is None:
+        if not self.b_enabled or (per_step := self.gradient_accumulation_steps) is None:
             return ()
         limit, useful = prefetch.limit(per_step, b_ratio), prefetch.packs_in_window(per_step, b_ratio)
         if limit <= useful:

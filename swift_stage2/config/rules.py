@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
@@ -65,21 +64,13 @@ def register(parts: dict[str, P], kind: str, name: str) -> Callable[[P], P]:
         if name in parts:
             raise ConfigError(
                 f"every {kind} needs a name of its own",
-                got=f"{name!r} for {_told(parts[name])} and for {_told(part)}",
+                got=f"{name!r} for {parts[name]!r} and for {part!r}",
                 remedy="choose another",
             )
         parts[name] = part
         return part
 
     return add
-
-
-def _told(part: object) -> str:
-    if not isinstance(part, type):
-        return repr(part)
-    # ms-swift's name of a plugin tells nothing
-    file = getattr(sys.modules.get(part.__module__), "__file__", None)
-    return f"{part.__qualname__} ({file or part.__module__})"
 
 
 def find(parts: Mapping[str, P], key: str, name: str, remedy: str = _REGISTER) -> P:

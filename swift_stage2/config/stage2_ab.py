@@ -70,6 +70,12 @@ class ScheduleConfig:
         return Fraction(repr(self.b_ratio))
 
 
+def sustained(share: float) -> float:
+    """A share of B steps that production feeds, rounded down to two digits at least."""
+    digit = min(0.01, 10.0 ** math.floor(math.log10(share))) if share > 1e-9 else 1.0
+    return min(1.0, round(math.floor(share / digit * (1 + 1e-12)) * digit, 12))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarvationConfig:
     action: StarvationAction = StarvationAction.WARN

@@ -81,21 +81,11 @@ _WITH_OWN_LOSS = tuple(
 
 PLUGIN_PREFIX = "_swift_external_"  # of the modules that ms-swift makes of external_plugins
 
-# The arguments that name files or directories: their kind, and an example.
-_ONE = "a path"
-_ANY = "a path or a list of paths"
-_PLACES = {
-    "dataset": (_ANY, "[train.jsonl]"),
-    "val_dataset": (_ANY, "[val.jsonl]"),
-    "adapters": (_ANY, "[RUN_DIR/checkpoint-N]"),
-    "external_plugins": (_ANY, "[plugin.py]"),
-    "model": (_ONE, "the directory of a stage-1 checkpoint"),
-    "resume_from_checkpoint": (_ONE, "RUN_DIR/checkpoint-N"),
-}
+_ONE_PLACE = ("model", "resume_from_checkpoint")  # the other arguments that name places take several
 
 
 def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
-    """The paths and hub ids that one argument of the table above names; none where it is not given.
+    """The paths and hub ids that one argument names; none where it is not given.
 
     Raises:
         ConfigError: it is something else, as a number, or empty text among others.
@@ -103,12 +93,11 @@ def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
     value = arguments.get(key)
     if value is None or value == "":
         return []
-    kind, example = _PLACES[key]
-    places = value if isinstance(value, list | tuple) and kind == _ANY else [value]
+    takes_several = key not in _ONE_PLACE
+    places = value if isinstance(value, list | tuple) and takes_several else [value]
     if not all(isinstance(place, str) and place for place in places):
-        raise ConfigError(
-            f"swift.{key} must be {kind}", got=f"{key}={value!r}", remedy=f"write {key}: {example}"
-        )
+        kind = "a path or a list of paths" if takes_several else "a path"
+        raise ConfigError(f"swift.{key} must be {kind}", got=f"{key}={value!r}")
     return list(places)
 
 

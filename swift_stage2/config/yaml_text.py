@@ -122,9 +122,8 @@ def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[
     """Puts each ``SECTION.KEY=VALUE`` in its place, with the value read as YAML does; returns ``data``.
 
     Raises:
-        UserError: a word of another form, a key that is named twice, or one inside something that is no section.
+        UserError: a word of another form, or a key inside something that is no section.
     """
-    named: set[str] = set()
     for word in words:
         path, equals, value = word.partition("=")
         *sections, key = path.split(".")
@@ -134,13 +133,6 @@ def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[
                 got=f"{word!r}",
                 remedy=f"write it like {option} tuner_type=full",
             )
-        if path in named:
-            raise UserError(
-                f"{option} must name a key once",
-                got=f"{path} again with {word!r}",
-                remedy=f"where the key takes several values, write them as one list: '{path}=[A,B]'",
-            )
-        named.add(path)
         place: Any = data
         for name in sections:
             place = place.setdefault(name, {})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.checks.checks import Known, run_checks
-from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config import load_config
 from swift_stage2.data.files import local_files
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.launch.job import Job, last_cause
@@ -72,8 +72,19 @@ def launch(
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
     run_checks(config, Known(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
+    where = f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}"
     if part is LaunchPart.SERVERS:
-        return _serve_this_machine(config, plan, show, verbose=verbose)
+        if not plan.servers:
+            hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
+            raise ConfigError(
+                "launch --servers-only starts those of launch.servers whose base_url has a host of this machine",
+                got=f"hosts={hosts or 'none'}",
+                remedy="write an address or name of this machine into rollout.servers[].base_url, and "
+                "an entry for it into launch.servers",
+            )
+        run_checks(config, Known(started_servers=plan.server_indices))
+        show(where)
+        return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
     with going_on("launch", "checking the data set", lambda text: show(f"[launch] {text}")):
         run_checks(config, Known(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
@@ -86,7 +97,7 @@ def launch(
         for note in (*(f"warning: {warning}" for warning in config.warnings), *notes):
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
-        show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
+        show(where)
         status = run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
         run_dir = newest_run(output_dir, since)
         if run_dir and status in (0, EXIT_STARVED):
@@ -98,23 +109,6 @@ def launch(
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it
         return status
-
-
-def _serve_this_machine(
-    config: Stage2Config, plan: LaunchPlan, show: Callable[[str], None], *, verbose: bool
-) -> int:
-    """The servers whose ``base_url`` is this machine's, until a signal comes; the learner runs elsewhere."""
-    if not plan.servers:
-        hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
-        raise ConfigError(
-            "launch --servers-only starts those of launch.servers whose base_url has a host of this machine",
-            got=f"hosts={hosts or 'none'}",
-            remedy="write an address or name of this machine into rollout.servers[].base_url, and "
-            "an entry for it into launch.servers",
-        )
-    run_checks(config, Known(started_servers=plan.server_indices))
-    show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-    return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
 
 
 def run_plan(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from swift_stage2.checks.feeding import sustained
+from swift_stage2.config.stage2_ab import sustained
 from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, headline, seconds
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.event_log import RankEvents

@@ -155,25 +155,16 @@ def is_loopback(host: str) -> bool:
 def http_remedy(error: OSError) -> str:
     """The remedy when a rollout server's HTTP port cannot be connected to."""
     closed = "start the server there, with a --host that this machine reaches"
-    return _remedy(
-        error,
-        "the host of base_url",
-        closed,
-        "check scheme, host and port of base_url",
-        "the port of base_url",
-    )
+    return _remedy(error, "the host of base_url", "the port of base_url", closed)
 
 
 def group_remedy(error: OSError) -> str:
     """The remedy when the port for weights cannot be connected to."""
     closed = "nothing listens there: group_bind must be the address that group_host leads to, and group_port free there"
-    other = "another program may hold group_port there: choose another one"
-    return _remedy(
-        error, "rollout.servers[].group_host (else the host of base_url)", closed, other, "group_port"
-    )
+    return _remedy(error, "rollout.servers[].group_host (else the host of base_url)", "group_port", closed)
 
 
-def _remedy(error: OSError, host: str, closed: str, other: str, port: str) -> str:
+def _remedy(error: OSError, host: str, port: str, closed: str) -> str:
     if isinstance(error, socket.gaierror):
         return f"write {host} as a name or address that this machine knows"
     if isinstance(error, ConnectionRefusedError):
@@ -182,4 +173,4 @@ def _remedy(error: OSError, host: str, closed: str, other: str, port: str) -> st
         return f"this machine has no route there, or a firewall rejects it: write {host} as an address that it reaches"
     if isinstance(error, TimeoutError):
         return f"nothing comes back: open {port} in every firewall between the two machines"
-    return other
+    return f"check {host} and {port}: another program may hold it"

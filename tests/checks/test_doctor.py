@@ -127,13 +127,6 @@ ELSEWHERE = {
             "write numbers of GPUs at launch.servers[0].devices",
         ),
         ({"launch": {"servers": [{"engine": "transformers"}]}}, 2, "devices", "ok", "CPU only"),
-        (
-            {"stage2_ab__schedule__b_ratio": 0, "launch__servers": [{"engine": "transformers"}]},
-            0,
-            "configuration loads",
-            "warning",
-            "remove them",
-        ),
     ],
 )
 def test_what_needs_no_model_is_told(

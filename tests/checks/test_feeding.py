@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.checks.checks import Verdict
-from swift_stage2.checks.feeding import Feeding, check_rate, check_settings
+from swift_stage2.checks.rollouts import Feeding, check_rate, check_settings
 
 # 4 packs of 5 samples on 2 ranks: 40 rollouts a B step, 10 a step; two servers of 16 in 4 s: 8 rollouts/s.
 FEEDING = Feeding(

@@ -14,15 +14,15 @@ from real_model import (
     make_encoder,
     make_task,
     make_template,
-    rollout_of,
     sample_of,
     segment_of,
+    summed_loss,
+    tiny_model,
 )
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, make_pack
-from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.errors import ConfigError
 
@@ -83,28 +83,6 @@ def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
         assert segment.quality.num_pairs == len(objects) > 0
         assert [token for token in segment.encodings[0]["labels"] if token != -100] == supervised
         assert list(segment.encodings[0]["input_ids"]) == list(channel_a["input_ids"])
-
-
-@pytest.mark.slow
-def test_what_was_learned_reaches_the_preprocessing_process(
-    rows: list[dict[str, Any]], encoder: Encoder
-) -> None:
-    written = [_written(row, _fenced) for row in rows[:2]] + [_without_objects(rows[2], "```json\n[]\n```")]
-    task = _learned(written, encoder)
-    samples = [sample_of(row) for row in written]
-    rollouts = [rollout_of(sample, "", encoder.encode_prompt(sample).token_ids) for sample in samples]
-    process = ProcessPreprocessor(encoder, task)
-    try:
-        process.await_ready()
-        theirs = list(process.encode(rollouts))
-    finally:
-        process.close()
-    ours = list(Preprocessor(encoder, task).encode(rollouts))
-    for found, expected, sample in zip(theirs, ours, samples, strict=True):
-        assert isinstance(found, EncodedRollout)
-        assert isinstance(expected, EncodedRollout)
-        assert found.target == expected.target
-        assert found.target.text == encoder.answer_of(sample)
 
 
 def test_every_row_teaches_not_only_the_sample(rows: list[dict[str, Any]], encoder: Encoder) -> None:
@@ -194,8 +172,6 @@ def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
 
 def test_a_pack_of_empty_answers_trains(rows: list[dict[str, Any]], encoder: Encoder) -> None:
     """The real collator, and the isolation of segments that have next to nothing to say."""
-    from real_model import tiny_model
-
     samples = [sample_of(_without_objects(row), position) for position, row in enumerate(rows[:3])]
     task = make_task(same_label=True)
     segments = [
@@ -205,29 +181,8 @@ def test_a_pack_of_empty_answers_trains(rows: list[dict[str, Any]], encoder: Enc
     labels = torch.as_tensor(pack.batch["labels"])
     assert int((labels != -100).sum()) == pack.num_supervised_tokens == 3 * len(_supervised("[]", encoder))
     model, _ = tiny_model()
-
-    def loss_of(batch: dict[str, Any]) -> float:
-        with torch.no_grad():
-            inputs = {name: batch[name] for name in batch if name not in ("labels", "loss_scale", "length")}
-            logits = model(**{k: v for k, v in inputs.items() if k in _FORWARD}, use_cache=False).logits
-        targets = torch.as_tensor(batch["labels"])[:, 1:]
-        return float(
-            torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
-            )
-        )
-
-    check_isolation(isolation_batches(encoder, task, samples), loss_of)
-
-
-_FORWARD = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "pixel_values",
-    "image_grid_thw",
-    "mm_token_type_ids",
-)
+    batches = isolation_batches(encoder, task, samples)
+    check_isolation(batches, lambda batch: summed_loss(model, {"use_cache": False, **batch}))
 
 
 def _supervised(text: str, encoder: Encoder) -> list[int]:

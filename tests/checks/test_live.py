@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, flip_element, free_port, load_learner
 from stopped_process import stop_process
-from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.checks import servers
@@ -116,27 +113,6 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
 
 
 @pytest.mark.slow
-def test_a_server_that_takes_another_runs_weights_is_left_alone(
-    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = LearnerRound(server, load_learner(), run_id="other")
-    other.push()
-    may_end = threading.Event()
-    monkeypatch.setattr(server.engine, "settle", lambda timeout_s, given_up: 0 if may_end.wait(60) else 1)
-    with ThreadPoolExecutor(1) as pool:
-        installing = pool.submit(other.install)
-        wait_for(lambda: server.state() == wire.INSTALLING_STATE)
-        report = doctor(configure(server.base_url), "--live")
-        assert server.state() == wire.INSTALLING_STATE
-        may_end.set()
-        assert installing.result(60).status_code == 200
-    other.close()
-    assert report.failed == ["server 0"]
-    assert "another run has it install weights" in report.row("server 0")["found"]
-    assert report.row("server 0")["fix"].startswith("end that run")
-
-
-@pytest.mark.slow
 def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -212,13 +188,3 @@ def test_a_push_that_hangs_is_a_failed_row(
     assert report.failed == ["dry sync round"]
     assert "did not take and prove the weights within 2 s" in report.row("dry sync round")["found"]
     assert [pid for pid in stopped if psutil.pid_exists(pid)] == []
-
-
-@pytest.mark.slow
-def test_a_transfer_that_fails_names_the_group_port(
-    server: RunningServer, configure: Configure, doctor: Doctor
-) -> None:
-    servers = [{"base_url": server.base_url, "group_port": free_port(), "group_host": "127.0.0.2"}]
-    report = doctor(configure(rollout__servers=servers, rollout__sync__transport="tcp"), "--live")
-    assert report.failed == ["dry sync round"]
-    assert server.state() == "serving", "the doctor does not leave its round open"

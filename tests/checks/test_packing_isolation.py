@@ -281,17 +281,6 @@ def test_a_loss_that_is_not_a_number_proves_nothing(
         _check(plain_encoder, samples[:3], lambda batch: math.nan if next(numbers) == bad else 7.0)
 
 
-@pytest.mark.parametrize(
-    ("seen", "rounding", "isolated"),
-    [
-        *((0.0, 0.0, True), (1e-9, 0.0, False), (0.07, 0.01, True), (0.09, 0.01, False)),
-        *((math.nan, 0.0, False), (0.0, math.nan, False)),
-    ],
-)
-def test_what_is_seen_must_be_explained_by_rounding(seen: float, rounding: float, isolated: bool) -> None:
-    assert IsolationChange(seen, rounding).is_isolated == isolated
-
-
 def test_a_kernel_that_is_chosen_at_its_first_run_is_no_leak(
     plain_encoder: Encoder, samples: list[Sample]
 ) -> None:

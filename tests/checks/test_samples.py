@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from builders import config_of
 from detection_task import make_task
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from real_model import make_encoder, make_template, sample_of
 
@@ -181,15 +179,6 @@ def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     assert f"max_new_tokens: {max(answers)} or more" in write_new
 
 
-def test_a_row_that_cannot_be_read_is_not_measured(
-    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
-) -> None:
-    rows = [{**mixed_rows[0], "images": ["/nowhere.png"]}, {**mixed_rows[1], "objects": None}, mixed_rows[2]]
-    rows += [{**mixed_rows[0], "messages": messages} for messages in ([], None, [7], [{}])]
-    lengths = measure_lengths(_config(4096, 512), rows, range(7), encoder, make_task(), RowOrigins())
-    assert (lengths.num_rows, lengths.num_unusable) == (1, 6)
-
-
 def _lengths(num_rows: int, mean: int, prompt: int, answer: int) -> RowLengths:
     """Rows with the longest prompt and true answer as told."""
     longest = {"longest_prompt": prompt, "longest_segment": (prompt + answer, "")}
@@ -229,21 +218,6 @@ def test_the_sizes_of_steps_follow_from_the_rows(
         assert f"as many rows as {ratio}" in told.told
         assert bool(told.remedy) is bool(advice)
         assert advice in told.remedy
-
-
-@given(
-    mean=st.integers(1, 300), answer=st.integers(1, 100), prompt=st.integers(1, 500), batch=st.integers(1, 8)
-)
-def test_the_length_that_is_advised_is_one_that_a_run_takes(
-    mean: int, answer: int, prompt: int, batch: int
-) -> None:
-    lengths = _lengths(50, mean, prompt, answer)
-    told = _sizes(lengths, 4, per_device_train_batch_size=batch)
-    if not told.remedy:
-        return
-    found = re.search(r"packing_length: (\d+)$", told.remedy)
-    assert found is not None
-    assert prompt + 1024 <= int(found[1]) <= 4096
 
 
 # --- tasks of a user's ---------------------------------------------------------------------------------

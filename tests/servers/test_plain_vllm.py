@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.channel_b.rollouts.routes import InferRoute, route_to
 from swift_stage2.checks import servers
-from swift_stage2.checks.servers import look_for
+from swift_stage2.checks.servers import FoundServers
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.binding import bind
-from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.errors import ConfigError, ProtocolError, ServerFault
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
@@ -122,11 +123,10 @@ def test_its_log_probs_are_of_another_distribution_and_refused_where_they_are_ne
         Stage2Config,
         {"stage2_ab": {"schedule": {"b_ratio": 0}}, "swift": {"model": "m"}, "telemetry": telemetry},
     )
-    told = look_for(config, server.url, time.monotonic() + _PATIENCE_S)
-    assert (told["answers"], told["chat_model"]) == (True, None if log_probs else "tiny")
-    assert (
-        told["refused"] is not None and told["refused"]["got"] == "a run that asks for logprobs"
-    ) == log_probs
+    found = FoundServers()
+    with pytest.raises(ConfigError, match="got a run that asks for logprobs") if log_probs else nullcontext():
+        found.look_for(config, server.url, time.monotonic() + _PATIENCE_S)
+        assert found.kinds[server.url].chat_model == "tiny"
 
 
 def test_a_post_is_one_call_a_request_in_order_and_names_its_weights(
