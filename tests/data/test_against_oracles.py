@@ -128,31 +128,3 @@ def test_yolo_is_what_globox_reads(
     for (_, box), (_, other) in zip(found, wanted, strict=True):
         assert box == pytest.approx(other, abs=2e-6)
     assert balanced(len(lines), len(found), counts)
-
-
-@fast
-@given(data=st.data(), objects=st.lists(boxes, max_size=6))
-def test_voc_is_what_globox_reads(
-    tmp_path: Path, run_import: Importer, data: st.DataObject, objects: list[Any]
-) -> None:
-    draw(tmp_path / "images" / "a.png")
-    texts = {}
-    for kind in ("xml", "oracle"):
-        things = ""
-        for category, (x, width), (y, height) in [*objects, (0, (1, 20), (1, 20))]:
-            edges = dict(zip(("xmin", "ymin", "xmax", "ymax"), (x, y, x + width, y + height), strict=True))
-            shown = edges if kind == "oracle" else {k: data.draw(spelt(v)) for k, v in edges.items()}
-            box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in shown.items())
-            things += f"<object><name>{NAMES[category]}</name><bndbox>{box}</bndbox></object>"
-        size = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height><depth>3</depth></size>"
-        texts[kind] = f"<annotation><filename>a.png</filename>{size}{things}</annotation>"
-        (tmp_path / kind).mkdir(exist_ok=True)
-        (tmp_path / kind / "a.xml").write_text(texts[kind])
-    read = [
-        (str(box.label), (box.xmin, box.ymin, box.xmax, box.ymax))
-        for annotation in AnnotationSet.from_pascal_voc(tmp_path / "oracle")
-        for box in annotation.boxes
-    ]
-    found, counts = imported(run_import, "voc", tmp_path / "xml", "--first-pixel", "0")
-    assert found == expected(read)
-    assert balanced(len(objects) + 1, len(found), counts)
