@@ -40,34 +40,6 @@ def _measured(server: FakeStagingServer, learner: SyncLearner) -> MeasuredSystem
     return MeasuredSystem(SHARED, at, learner)
 
 
-def _weights(learner: SyncLearner) -> bytes:
-    names = [spec.name for spec in learner.export.manifest()]
-    return b"".join(tensor.numpy().tobytes() for _, tensor in learner.export.read(names))
-
-
-@pytest.mark.slow
-def test_rounds_are_staged_and_mapped_and_those_of_the_warm_up_are_not_counted(
-    learner: SyncLearner, server: FakeStagingServer
-) -> None:
-    with (
-        closing(_measured(server, learner)) as first,
-        closing(_measured(server, learner)) as second,
-    ):
-        first.repeat(counted=False)
-        first.repeat()
-        second.repeat()
-    assert [len(first.found.rounds), len(second.found.rounds)] == [1, 1]
-    versions = [each["version"] for each in server.offered]
-    assert versions == sorted(set(versions))
-    # Both had the same tensors, behind a header that names the version.
-    (tensors,) = {mapped[-learner.num_bytes :] for mapped in server.mapped}
-    assert sorted(tensors) == sorted(_weights(learner))
-    found = first.found
-    assert min(found.bare + found.pause) > 0
-    assert found.rounds[0].keys() >= {"begin", "connect", "pack", "push", "turn", "acknowledge", "prove"}
-    assert found.rounds[0]["snapshot"] < found.pause[0] < found.rounds[0]["proven"]
-
-
 def test_a_round_that_is_not_proven_is_no_measurement(
     learner: SyncLearner, server: FakeStagingServer
 ) -> None:

@@ -22,7 +22,7 @@ from swift_stage2.data.prediction import (
     read_rows,
     write_predictions,
 )
-from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
+from swift_stage2.demo.demo_config import evaluation_command
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
 
@@ -75,17 +75,8 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with serve(engine) as server:
-        options = ["--server", server.base_url, "--model", str(STAGE1), "--swift", f"model_type={MODEL_TYPE}"]
-        options += ["--swift", f"template={MODEL_TYPE}", "--swift", f"external_plugins={TEMPLATE_FILE}"]
-        options += [
-            "--swift",
-            "torch_dtype=float32",
-            "--swift",
-            "use_cpu=true",
-            "--output",
-            str(tmp_path / "out"),
-        ]
-        assert main(["evaluate", "--data", str(rows_file), *options]) == 0
+        words = evaluation_command(rows_file, STAGE1, tmp_path / "out")[3:]
+        assert main([*words, "--server", server.base_url]) == 0
     predictions = tmp_path / "out" / "predictions.jsonl"
     found = read_predictions(predictions, read_rows(rows_file))
     assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}
