@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config.swift_arguments import SCORED
-from swift_stage2.data.picture import UNREADABLE, look_at
+from swift_stage2.data.picture import UNREADABLE, images_of, look_at, path_of
 from swift_stage2.data.prediction import (
     FAILED,
     TRUNCATED,
@@ -71,9 +71,8 @@ def recorded_row(
 
     Looks at the header of the row's first image. A row without an image file has the template's space for its size.
     """
-    images = row.get("images") or ()
-    first = (images[0] if images else None) if isinstance(images, list | tuple) else images
-    name, content = (first.get("path"), first.get("bytes")) if isinstance(first, Mapping) else (first, None)
+    first = next(iter(images_of(row)), None)
+    name, content = path_of(first), first.get("bytes") if isinstance(first, Mapping) else None
     files = image_paths(row)
     judged = answer[1] if answer else None
     space = (judged.space if judged else None) or (1, 1)

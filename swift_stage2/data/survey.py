@@ -50,12 +50,12 @@ class Findings:
         self.files = tuple(files)
         self.num_rows = self.num_bad_rows = 0
         self.template: AnswerTemplate | None = None
-        self._counts = Counter[Rule]()
+        self.counter = Counter[Rule]()
         self._kept: defaultdict[Rule, list[Fault]] = defaultdict(list)
 
     @property
     def counts(self) -> dict[Rule, int]:
-        return {rule: self._counts[rule] for rule in Rule if self._counts[rule]}
+        return {rule: self.counter[rule] for rule in Rule if self.counter[rule]}
 
     @property
     def faults(self) -> list[Fault]:
@@ -64,19 +64,15 @@ class Findings:
     @property
     def num_faults(self) -> int:
         """Without advice."""
-        return sum(count for rule, count in self._counts.items() if not rule.is_advice)
+        return sum(count for rule, count in self.counter.items() if not rule.is_advice)
 
     def of(self, rule: Rule) -> list[Fault]:
         """Those that were kept, by their place."""
-        order = {file: number for number, file in enumerate(self.files)}
-        return sorted(self._kept[rule], key=lambda fault: (order[fault.place.file], fault.place.line))
-
-    def count(self, rule: Rule, times: int) -> None:
-        """Counts faults that are not shown."""
-        self._counts[rule] += times
+        return self._kept[rule]
 
     def add(self, fault: Fault) -> None:
-        self._counts[fault.rule] += 1
+        """Faults of one rule come by their place."""
+        self.counter[fault.rule] += 1
         if len(kept := self._kept[fault.rule]) < MOST_KEPT:
             kept.append(fault)
 
@@ -169,12 +165,14 @@ def _compare_formats(
     learned, others = common_templates(of_dialect, dialect)
     odd = [*others, *(shown for shown in formats if shown.dialect != dialect)]
     num_alike = sum(written.num_rows for shown, written in formats.items() if shown not in odd)
+    faults: list[Fault] = []
     for shown in odd:
         written, told = formats[shown], _difference(learned, shown, num_alike)
         found.num_bad_rows += written.num_else_good
-        for place, image in written.first:
-            found.add(Fault(place, Rule.FORMAT, told, image))
-        found.count(Rule.FORMAT, written.num_rows - len(written.first))
+        found.counter[Rule.FORMAT] += written.num_rows - len(written.first)
+        faults += [Fault(place, Rule.FORMAT, told, image) for place, image in written.first]
+    for fault in sorted(faults, key=lambda each: (found.files.index(each.place.file), each.place.line)):
+        found.add(fault)
     found.template = learned.likeliest
 
 

@@ -70,11 +70,6 @@ class DemoJob:
         """Where the weights are after the last step."""
         return self.run_dir / f"checkpoint-{self.num_steps}"
 
-    @property
-    def samples_per_step(self) -> int:
-        """Samples that one optimizer step on channel A reads, over all ranks."""
-        return PER_DEVICE_BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS * self.num_ranks
-
 
 def write_config(job: DemoJob, ports: tuple[int, int]) -> Path:
     """Writes the job's YAML and checks it; ``ports`` are those of the server's HTTP and of its weight group.

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from swift_stage2.demo.demo_config import DemoJob
+from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS, PER_DEVICE_BATCH_SIZE, DemoJob
 from swift_stage2.errors import UserError
 
 Box = tuple[int, int, int, int]
@@ -233,7 +233,8 @@ class SceneFiles:
 
 def num_train_samples(job: DemoJob) -> int:
     """As many as channel A reads when it runs alone, so that no scene comes twice, up to a limit."""
-    return min(_MAX_TRAIN_SAMPLES, job.num_steps * job.samples_per_step)
+    samples_per_step = PER_DEVICE_BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS * job.num_ranks
+    return min(_MAX_TRAIN_SAMPLES, job.num_steps * samples_per_step)
 
 
 def write_scenes(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -123,24 +122,23 @@ class _Asking:
         return [self.answered[row.number] for row in rows]
 
     async def _ask_all(self, rows: Sequence[TrueRow]) -> None:
-        route, waiting = self.make_route(), deque(rows)
-        out: dict[asyncio.Task[PostResult], _AskedRow] = {}
+        route, room = self.make_route(), asyncio.Semaphore(self.questions.num_in_flight)
         try:
-            while waiting or out:
-                while waiting and len(out) < self.questions.num_in_flight:
-                    if (question := self._prepare(waiting.popleft())) is not None:
-                        out[asyncio.create_task(self._post(route, question))] = question
-                        await asyncio.sleep(0)  # the call leaves before the next row is encoded
-                if out:
-                    done, _ = await asyncio.wait(
-                        out, return_when=asyncio.FIRST_COMPLETED
-                    )  # deadline: a call's own
-                    for call in done:
-                        self._take(out.pop(call), call.result())  # deadline: it has ended
-                self.on_progress(len(self.answered))
+            async with asyncio.TaskGroup() as calls:
+                for row in rows:
+                    await room.acquire()  # deadline: a call's own
+                    calls.create_task(self._ask(route, row, room))
+                    await asyncio.sleep(0)  # the call leaves before the next row is encoded
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _ask(self, route: InferRoute, row: TrueRow, room: asyncio.Semaphore) -> None:
+        try:
+            if (question := self._prepare(row)) is not None:
+                self._take(question, await self._post(route, question))
         finally:
-            for call in out:
-                call.cancel()
+            room.release()
+            self.on_progress(len(self.answered))
 
     def _prepare(self, row: TrueRow) -> _AskedRow | None:
         size = (1, 1)

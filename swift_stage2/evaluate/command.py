@@ -140,31 +140,23 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
         if not base_url:
             engine = ServerEngine(options.engine or ServerEngine.TRANSFORMERS)
             base_url = stack.enter_context(own_server(options.model, engine, swift, folder))
-        found = _answers(rows, options, swift, base_url)
+        quieten_libraries()  # here alone: the log of our own server shall tell all
+        with going_on("evaluate", "loading torch and the model's template"):
+            from swift_stage2.evaluate import asking
+
+            encoder = stack.enter_context(asking.model_encoder(options.model, options.data, swift))
+        questions = asking.AskingSettings(
+            dialect=answer_dialect(rows),
+            max_new_tokens=options.max_new_tokens,
+            timeout_s=options.timeout_s,
+            num_in_flight=options.in_flight,
+        )
+        with progress_bar(len(rows), "answers") as move_to:
+            found = asking.ask_server(base_url, rows, encoder, questions, move_to)
     path = folder / PREDICTIONS_FILE
     write_predictions(path, found)
     say(f"predictions: {path}", is_error=True)
     return found
-
-
-def _answers(
-    rows: Sequence[TrueRow], options: argparse.Namespace, swift: Mapping[str, Any], base_url: str
-) -> Sequence[Prediction]:
-    quieten_libraries()  # here alone: the log of our own server shall tell all
-    with going_on("evaluate", "loading torch"):
-        from swift_stage2.evaluate import asking
-
-    questions = asking.AskingSettings(
-        dialect=answer_dialect(rows),
-        max_new_tokens=options.max_new_tokens,
-        timeout_s=options.timeout_s,
-        num_in_flight=options.in_flight,
-    )
-    with ExitStack() as stack:
-        with going_on("evaluate", "loading the model's template"):
-            encoder = stack.enter_context(asking.model_encoder(options.model, options.data, swift))
-        with progress_bar(len(rows), "answers") as move_to:
-            return asking.ask_server(base_url, rows, encoder, questions, move_to)
 
 
 def _tell(facts: dict[str, Any], sections: Sequence[Section], options: argparse.Namespace) -> None:

@@ -57,7 +57,8 @@ class RunReport(PageContent):
 
 def report_of(run: RunData) -> RunReport:
     """Computes the whole report; opens the images of its gallery."""
-    account = None if run.had_no_b else account_of(run.logs, run.doubts)
+    has_b = not all(rank.start is not None and rank.start.queue_limit is None for rank in run.ranks)
+    account = account_of(run.logs, run.doubts) if has_b else None
     summary, speed = summary_of(run.ranks), slowest([*map(speed_of, run.ranks)])
     evaluations = evaluations_of(run)
     sections = (

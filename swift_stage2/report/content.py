@@ -109,11 +109,13 @@ def share(part: float, whole: float) -> str:
 
 def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
     """Without what is absent, and without tables and galleries that hold nothing."""
-    return tuple(part for part in parts if part is not None and not _is_empty(part))
-
-
-def _is_empty(part: Part) -> bool:
-    return (isinstance(part, Table) and not part.rows) or (isinstance(part, Gallery) and not part.pictures)
+    return tuple(
+        part
+        for part in parts
+        if part is not None
+        and not (isinstance(part, Table) and not part.rows)
+        and not (isinstance(part, Gallery) and not part.pictures)
+    )
 
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}

@@ -230,17 +230,18 @@ def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect]:
     versions = [*{each.version: each for each in evaluations}.values()]
     found: list[Suspect] = []
     for row in sorted({row for each in versions for row in each.rows}):
-        asked = [each for each in versions if row in each.rows and _is_answered(each.rows[row])]
+        asked = [
+            each
+            for each in versions
+            if row in each.rows
+            and each.rows[row].answer
+            and each.rows[row].finish_reason != TRUNCATED  # which says nothing of what it lacks
+        ]
         # Rows that changed between parts of a run are not those of one label.
         asked = [each for each in asked if each.rows[row].truth == asked[-1].rows[row].truth]
         if len(asked) >= FEWEST:
             found += [*_never_found(row, asked), *_always_added(row, asked[-FEWEST:])]
     return sorted((each for each in found if each.strength), key=lambda each: (-each.strength, each.row))
-
-
-def _is_answered(row: RecordedRow) -> bool:
-    """An answer that was cut off says nothing of what it lacks."""
-    return bool(row.answer) and row.finish_reason != TRUNCATED
 
 
 def _iou(one: Box, other: Box) -> float:

@@ -37,11 +37,6 @@ class RunData:
         """The task's word for how close the objects of a pair are."""
         return self.first.start.similarity if self.first.start is not None else "IoU"
 
-    @property
-    def had_no_b(self) -> bool:
-        """Whether every rank tells that there was no channel B, of which samples might be lost."""
-        return all(rank.start is not None and rank.start.queue_limit is None for rank in self.ranks)
-
 
 def read_run(run_dirs: Sequence[Path]) -> RunData:
     """Everything under these directories.

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from swift_stage2.config.stage2_ab import sustained
 from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, headline, seconds
 from swift_stage2.scheduling.step_plan import SkipReason
@@ -192,13 +194,9 @@ def _pace(channel: str, steps: Sequence[TrainedStep]) -> ChannelPace:
         channel=channel,
         num_steps=len(steps),
         num_quiet=len(quiet),
-        quiet_s=statistics.median(quiet) if enough else _lower_quartile([step.seconds for step in steps]),
+        quiet_s=float(statistics.median(quiet) if enough else np.quantile([*quiet, *busy], 0.25)),
         busy_s=statistics.median(busy) if len(busy) >= FEWEST_QUIET else None,
     )
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def _spent(step: Step, *activities: Activity) -> float:

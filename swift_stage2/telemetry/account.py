@@ -62,19 +62,14 @@ class RunAccount:
 
 def account_of(logs: Mapping[int, Sequence[AnyEvent]], doubts: tuple[str, ...] = ()) -> RunAccount:
     """The account of a run from the events of every rank, oldest first; parts of a run follow each other."""
-    found = ranks_of(logs)
-    ranks = tuple(
-        _replay(each, sum(len(event.samples) for event in logs[rank] if isinstance(event, Trained)))
-        for rank, each in found.items()
-    )
-    return RunAccount(ranks=ranks, violations=tuple(_compare(found)), doubts=doubts)
-
-
-def _replay(rank: RankEvents, num_ever_trained: int) -> RankAccount:
-    replay = Replay(RankAccount(rank=rank.rank))
-    for event in rank:
-        replay.take(event)
-    return replay.finish(rank, num_ever_trained)
+    found, accounts = ranks_of(logs), list[RankAccount]()
+    for number, rank in found.items():
+        replay = Replay(RankAccount(rank=number))
+        for event in rank:
+            replay.take(event)
+        num_ever_trained = sum(len(event.samples) for event in logs[number] if isinstance(event, Trained))
+        accounts.append(replay.finish(rank, num_ever_trained))
+    return RunAccount(ranks=tuple(accounts), violations=tuple(_compare(found)), doubts=doubts)
 
 
 def _compare(ranks: Mapping[int, RankEvents]) -> Iterator[Violation]:

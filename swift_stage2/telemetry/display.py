@@ -41,7 +41,14 @@ def scalars_of_merge(
     for ratio in (*RATIOS, *reward_ratios(totals)):
         if (value := ratio.value(totals, window_start)) is not None:
             scalars[PREFIX + ratio.tag] = value
-    return scalars | _schedule(totals) | _activities(activity_ns)
+    if num_steps := totals["steps"]:
+        num_wanted, num_run = totals["b_steps_wanted"], totals["b_steps_run"]
+        num_skipped = sum(totals[f"b_steps_skipped/{why}"] for why in SkipReason)
+        schedule = {"b_ratio_realized": num_run / num_steps, "b_debt": num_wanted - num_run}
+        schedule["b_steps_skipped_total"] = num_skipped
+        scalars |= {f"{PREFIX}async/{name}": value for name, value in schedule.items()}
+    spent = {**activity_ns, "wall": sum(activity_ns.values())}
+    return scalars | {f"{PREFIX}time/learner_{name}": ns / NANOSECONDS for name, ns in spent.items()}
 
 
 def scalars_of_plan(told: Step) -> dict[str, float]:
@@ -51,21 +58,6 @@ def scalars_of_plan(told: Step) -> dict[str, float]:
         f"{PREFIX}async/step_kind_b": float(told.channel == "B"),
         f"{PREFIX}async/b_step_skipped_due_to_queue": float(told.skip_reason == "not_enough_packs"),
     }
-
-
-def _schedule(values: Mapping[str, float]) -> dict[str, float]:
-    if not values["steps"]:
-        return {}
-    return {
-        f"{PREFIX}async/b_ratio_realized": values["b_steps_run"] / values["steps"],
-        f"{PREFIX}async/b_debt": values["b_steps_wanted"] - values["b_steps_run"],
-        f"{PREFIX}async/b_steps_skipped_total": sum(values[f"b_steps_skipped/{why}"] for why in SkipReason),
-    }
-
-
-def _activities(activity_ns: Mapping[str, int]) -> dict[str, float]:
-    times = {f"{PREFIX}time/learner_{activity}": ns / NANOSECONDS for activity, ns in activity_ns.items()}
-    return times | {f"{PREFIX}time/learner_wall": sum(activity_ns.values()) / NANOSECONDS}
 
 
 class TensorBoardSink:

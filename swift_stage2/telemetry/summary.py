@@ -191,18 +191,17 @@ def why_b_is_unused(numbers: Mapping[str, float], errors: Mapping[str, int]) -> 
     num_wanted, num_run = int(numbers["b_steps_wanted"]), int(numbers["b_steps_run"])
     if num_run and 2 * num_run >= num_wanted:
         return ""
-    num_proven = numbers["sync_rounds_committed"]
-    num_rounds = int(num_proven + numbers["sync_rounds_failed"])
-    skips = {reason: int(numbers[f"b_steps_skipped/{reason}"]) for reason in SkipReason}
+    num_proven, num_failed = numbers["sync_rounds_committed"], numbers["sync_rounds_failed"]
     cause = ""
-    if num_rounds and not num_proven:
-        cause = f"none of {num_rounds} sync rounds proved a server"
+    if num_failed and not num_proven:
+        cause = f"none of {num_failed:g} sync rounds proved a server"
         if errors:
             cause += f", mostly: {' '.join(max(errors, key=errors.__getitem__).split())[:_MOST_CHARACTERS]}"
-    elif any(skips.values()):
-        causes = sorted(((count, reason) for reason, count in skips.items() if count), reverse=True)
-        cause = ", ".join(f"{SKIP_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
-    if num_wanted:
-        cause = cause or "no cause is recorded"
-        return f"channel B ran at {num_run or 'none'} of the {num_wanted} steps that wanted it: {cause}"
-    return cause
+    elif num_wanted:
+        skips = ((int(numbers[f"b_steps_skipped/{reason}"]), reason) for reason in SkipReason)
+        told = sorted((each for each in skips if each[0]), reverse=True)
+        cause = ", ".join(f"{SKIP_CAUSES[reason]} ({count})" for count, reason in told)
+    if not num_wanted:
+        return cause
+    ran = f"channel B ran at {num_run or 'none'} of the {num_wanted} steps that wanted it"
+    return f"{ran}: {cause or 'no cause is recorded'}"

@@ -34,12 +34,6 @@ def test_every_stage_has_a_row_with_what_it_shows_or_why_not() -> None:
     assert "| c | skipped | 1 | needs d |" in text
 
 
-def test_a_rehearsal_and_an_interruption_are_said() -> None:
-    text = page(_report(_stage("a"), rehearsal=True, finished=False))
-    assert "No figure on this page says anything about a GPU." in text
-    assert "The check was interrupted; later stages are missing." in text
-
-
 def test_a_part_is_a_figure_once_and_the_last_one_is_where_a_stage_stood(tmp_path: Path) -> None:
     context = Context(rehearsal=True, scratch=tmp_path, logs=tmp_path, deadline_s=60.0, began=time.time() - 5)
     assert last_part(context.figures) == ""

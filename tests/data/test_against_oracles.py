@@ -1,4 +1,4 @@
-"""What is drawn and written down is read as pycocotools and globox read it, whatever spelling its values have."""
+"""What is drawn and written down is read as pycocotools reads it, whatever spelling its values have."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from drawn_sources import SIZE, Importer, draw, write_coco
-from globox import AnnotationSet
+from drawn_sources import SIZE, Importer, write_coco
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
@@ -17,8 +15,8 @@ from swift_stage2.data.sources import ImportIssue
 
 WIDTH, HEIGHT = SIZE
 NAMES = ("cat", "dog")
-fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Object = tuple[str, tuple[float, ...]]
+LEFT_OUT = (ImportIssue.CROWD, ImportIssue.OUTSIDE, ImportIssue.FLAT, ImportIssue.REPEATED)
 
 
 def spelt(value: float) -> st.SearchStrategy[Any]:
@@ -49,20 +47,7 @@ def expected(read: list[Object]) -> list[Object]:
     return [found for each in once if (found := clipped(*each))]
 
 
-def imported(
-    run_import: Importer, kind: str, source: Path, *options: str
-) -> tuple[list[Object], dict[ImportIssue, int]]:
-    found = run_import(kind, source, *options)
-    return [(label, tuple(box)) for label, box in found.of("a.png")], found.counts()
-
-
-def balanced(drawn: int, kept: int, counts: dict[ImportIssue, int]) -> bool:
-    """Every object is kept or told."""
-    left_out = (ImportIssue.CROWD, ImportIssue.OUTSIDE, ImportIssue.FLAT, ImportIssue.REPEATED)
-    return drawn == kept + sum(counts.get(issue, 0) for issue in left_out)
-
-
-@fast
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), objects=st.lists(boxes, max_size=6))
 def test_coco_is_what_pycocotools_reads(
     tmp_path: Path, run_import: Importer, data: st.DataObject, objects: list[Any]
@@ -88,71 +73,7 @@ def test_coco_is_what_pycocotools_reads(
         for each in oracle.loadAnns(oracle.getAnnIds(imgIds=[1], iscrowd=False))
         for x, y, width, height in [each["bbox"]]
     ]
-    found, counts = imported(run_import, "coco", write_coco(tmp_path, written, categories=categories))
-    assert found == expected(read)
-    assert balanced(len(written), len(found), counts)
-
-
-@fast
-@given(data=st.data(), objects=st.lists(boxes, max_size=6))
-def test_yolo_is_what_globox_reads(
-    tmp_path: Path, run_import: Importer, data: st.DataObject, objects: list[Any]
-) -> None:
-    draw(tmp_path / "images" / "a.png")
-    (tmp_path / "labels").mkdir(exist_ok=True)
-    (tmp_path / "labels" / "classes.txt").write_text("\n".join(NAMES))
-    lines, plain = [], []
-    for category, (x, width), (y, height) in [*objects, (0, (1, 20), (1, 20))]:
-        x, y, width, height = x / WIDTH % 1, y / HEIGHT % 1, width / WIDTH, height / HEIGHT
-        plain.append(f"{category} {x!r} {y!r} {width!r} {height!r}")
-        fields = [data.draw(spelt(each)) for each in (category, x, y, width, height)]
-        behind = data.draw(st.sampled_from(["", " 0.5"]))
-        lines.append(" ".join(map(str, fields)) + behind)
-    ends = data.draw(st.sampled_from(["\n", "\r\n", "\n\n"]))
-    bom = data.draw(st.sampled_from(["utf-8", "utf-8-sig"]))
-    (tmp_path / "labels" / "a.txt").write_bytes(ends.join(lines).encode(bom))
-    oracle_folder = tmp_path / "oracle"
-    oracle_folder.mkdir(exist_ok=True)
-    (oracle_folder / "a.txt").write_text("\n".join(plain))
-    oracle = AnnotationSet.from_yolo_v5(
-        oracle_folder, image_folder=tmp_path / "images", image_extension=".png"
-    )
-    read = [
-        (NAMES[int(box.label)], (box.xmin, box.ymin, box.xmax, box.ymax))
-        for annotation in oracle
-        for box in annotation.boxes
-    ]
-    found, counts = imported(run_import, "yolo", tmp_path / "labels")
-    wanted = expected(read)
-    assert [label for label, _ in found] == [label for label, _ in wanted]
-    for (_, box), (_, other) in zip(found, wanted, strict=True):
-        assert box == pytest.approx(other, abs=2e-6)
-    assert balanced(len(lines), len(found), counts)
-
-
-@fast
-@given(data=st.data(), objects=st.lists(boxes, max_size=6))
-def test_voc_is_what_globox_reads(
-    tmp_path: Path, run_import: Importer, data: st.DataObject, objects: list[Any]
-) -> None:
-    draw(tmp_path / "images" / "a.png")
-    texts = {}
-    for kind in ("xml", "oracle"):
-        things = ""
-        for category, (x, width), (y, height) in [*objects, (0, (1, 20), (1, 20))]:
-            edges = dict(zip(("xmin", "ymin", "xmax", "ymax"), (x, y, x + width, y + height), strict=True))
-            shown = edges if kind == "oracle" else {k: data.draw(spelt(v)) for k, v in edges.items()}
-            box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in shown.items())
-            things += f"<object><name>{NAMES[category]}</name><bndbox>{box}</bndbox></object>"
-        size = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height><depth>3</depth></size>"
-        texts[kind] = f"<annotation><filename>a.png</filename>{size}{things}</annotation>"
-        (tmp_path / kind).mkdir(exist_ok=True)
-        (tmp_path / kind / "a.xml").write_text(texts[kind])
-    read = [
-        (str(box.label), (box.xmin, box.ymin, box.xmax, box.ymax))
-        for annotation in AnnotationSet.from_pascal_voc(tmp_path / "oracle")
-        for box in annotation.boxes
-    ]
-    found, counts = imported(run_import, "voc", tmp_path / "xml", "--first-pixel", "0")
-    assert found == expected(read)
-    assert balanced(len(objects) + 1, len(found), counts)
+    found = run_import("coco", write_coco(tmp_path, written, categories=categories))
+    kept, counts = [(label, tuple(box)) for label, box in found.of("a.png")], found.counts()
+    assert kept == expected(read)
+    assert len(written) == len(kept) + sum(counts.get(issue, 0) for issue in LEFT_OUT), "all others are told"

@@ -87,13 +87,5 @@ def test_splits_share_neither_seeds_nor_scans() -> None:
     assert len(digit_scans(held_out=True)) > 200
 
 
-def test_ground_truth_order_is_not_position() -> None:
-    scenes = [make_scene(SceneKind.SHAPES, scene_seed(Split.TRAIN, index)) for index in range(400)]
-    pairs = [(s.objects[0][1], s.objects[1][1]) for s in scenes if len(s.objects) > 1]
-    for axis in (0, 1):
-        share = sum(first[axis] < second[axis] for first, second in pairs) / len(pairs)
-        assert 0.4 < share < 0.6
-
-
 GOLDEN_SHAPES = (("yellow circle", (74, 9, 109, 44)), ("blue circle", (38, 54, 67, 94)))
 GOLDEN_DIGITS = (("digit", (17, 72, 44, 108)),)

@@ -81,35 +81,6 @@ def test_rollouts_come_while_the_run_goes_on_and_its_end_ends_the_follower(
     )
 
 
-def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(
-    tmp_path: Path, follow: Callable[..., Follower]
-) -> None:
-    hold = "import sys; from pathlib import Path; from swift_stage2.runtime.run_directory import hold_run_directory\n"
-    hold += "with hold_run_directory(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    rank = subprocess.Popen(
-        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "held\n"
-        run = FollowedRun(tmp_path)
-        (first,) = run.finish(1)
-        follower = follow("--json")
-        assert texts(next_line(follower)) == [run.text(first)]
-        (second,) = run.finish(1)
-        run.tear()
-    finally:
-        rank.kill()
-        rank.communicate(timeout=_DEADLINE_S)
-    out, err = follower.communicate(timeout=_DEADLINE_S)
-    assert texts(out) == [run.text(second)]
-    assert follower.returncode == 1
-    assert err.splitlines() == [
-        "swift-stage2 rollouts: warning: rank 0 told no end: it was killed, or a full disk took no more",
-        "swift-stage2 rollouts: the run has ended and may lack some: 2 rollouts",
-    ]
-
-
 def test_without_follow_what_is_there_is_printed(
     tmp_path: Path, held: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,10 +201,3 @@ def test_steps_that_were_skipped_come_with_a_setting_or_a_section(
     assert all(name in sentences for name in names)
     headline = next(part for part in section.parts if isinstance(part, Table) and part.is_headline)
     assert ("reached", "100%", "of the bound for the 2 B steps that ran") in headline.rows
-
-
-def test_more_than_the_bound_is_told_as_the_bound() -> None:
-    steps = [step("A", 1.0)] * 6 + [step("A", 0.5)] * 5 + [step("B", 1.0)] * 6 + [step("B", 0.5)] * 5
-    section = verdict_section(work(steps, pipeline_s={"asking": 1.0}), summary())
-    headline = next(part for part in section.parts if isinstance(part, Table) and part.is_headline)
-    assert ("reached", "100%", "of the bound") in headline.rows

@@ -268,19 +268,6 @@ def test_a_checkpoint_in_the_middle_of_a_group_opens_the_account(tmp_path: Path)
 # --- resumes -----------------------------------------------------------------------------------------
 
 
-def test_what_did_not_survive_a_kill_is_void(tmp_path: Path) -> None:
-    first = LedgerRun(tmp_path, run_id="a")
-    first.train_drawn(2)
-    state = first.save("s1")
-    first.train_drawn(2)
-    first.draw(1)
-    second = LedgerRun(tmp_path, run_id="b", state=state)
-    second.train_drawn(3)
-    found = second.account()
-    assert found.violations == ()
-    assert (found.drawn, found.trained, found.num_resumes, found.num_void) == (5, 5, 1, 2)
-
-
 def test_a_state_that_is_not_its_checkpoints_is_found(tmp_path: Path) -> None:
     first = LedgerRun(tmp_path, run_id="a")
     first.draw(2)

@@ -147,8 +147,6 @@ def test_a_reader_of_a_growing_log_gets_every_whole_line_once(tmp_path: Path) ->
 
 
 def test_a_directory_without_logs_is_refused_and_told_where_they_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds events/rank\*\.jsonl, got .*, which is no directory"):
-        read_logs([tmp_path / "gone"])
     EventLog(event_path(tmp_path / "v0-DATE", 0)).write(End())
     with pytest.raises(UserError, match=r"name .*v0-DATE"):
         read_logs([tmp_path])

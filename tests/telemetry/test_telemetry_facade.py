@@ -158,13 +158,7 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     assert events.series("stage2_ab/async/step_kind_b") == list(enumerate([0, 1, 0, 0, 0, 0]))
     assert events.series("stage2_ab/async/b_step_skipped_due_to_queue") == list(enumerate([0, 0, 0, 1, 0, 0]))
     assert events.series("stage2_ab/async/b_steps_skipped_total") == [(2, 0), (5, 2)]
-    for reason, counts in {
-        "not_enough_packs": (0, 1),
-        "truncation_guard": (0, 1),
-        "servers_suspect": (0, 0),
-    }.items():
-        series = events.series(f"stage2_ab/async/skipped/{reason}_total")
-        assert series == list(zip((2, 5), counts, strict=True))
+    assert events.series("stage2_ab/async/skipped/truncation_guard_total") == [(2, 0), (5, 1)]
     assert events.series("stage2_ab/async/b_debt") == [(2, 0), (5, 2)]
     ratios = dict(events.series("stage2_ab/async/b_ratio_realized"))
     assert ratios == pytest.approx({2: 1 / 3, 5: 1 / 6})
