@@ -12,8 +12,9 @@ import psutil
 import pytest
 from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
-from live_server import LearnerRound, RunningServer, flip_element, free_port, load_learner
+from live_server import LearnerRound, RunningServer, flip_element, free_port, load_learner, text_request
 from stopped_process import stop_process
+from test_infer import block_engine, wait_until_queued
 from waiting import wait_for
 
 from swift_stage2 import wire
@@ -121,16 +122,19 @@ def test_a_server_that_takes_another_runs_weights_is_left_alone(
 ) -> None:
     other = LearnerRound(server, load_learner(), run_id="other")
     other.push()
-    with ThreadPoolExecutor(1) as pool:
-        with server.service.slot.admission():
-            installing = pool.submit(other.install)
-            wait_for(lambda: server.state() == wire.INSTALLING_STATE)
-            report = doctor(configure(server.base_url), "--live")
-            assert server.state() == wire.INSTALLING_STATE
+    _, release = block_engine(server)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(server.infer, [text_request()])
+        wait_until_queued(server, 1)
+        installing = pool.submit(other.install)
+        wait_for(lambda: server.state() == wire.INSTALLING_STATE)
+        report = doctor(configure(server.base_url), "--live")
+        assert server.state() == wire.INSTALLING_STATE
+        release.set()
         assert installing.result(60).status_code == 200
     other.close()
     assert report.failed == ["who answers"]
-    assert "it takes the weights of another run" in report.row("who answers")["found"]
+    assert "another run has it install weights" in report.row("who answers")["found"]
     assert report.row("who answers")["fix"].startswith("end that run")
 
 
