@@ -16,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from swift_stage2.errors import EngineUnavailable, UserError
 from swift_stage2.servers.infer_wire import Completion, SamplingOptions
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
-
-ModelT = TypeVar("ModelT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +292,3 @@ class Engine(ABC):
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
         finally:
             self._loaded.set()
-
-
-def require_loaded(model: ModelT | None) -> ModelT:
-    """The model, or a part of it. Raises EngineUnavailable while there is none."""
-    if model is None:
-        raise EngineUnavailable("the model is not loaded yet; ask again later")
-    return model

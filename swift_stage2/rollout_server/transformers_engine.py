@@ -23,7 +23,6 @@ from swift_stage2.rollout_server.engine import (
     InstalledWeights,
     JobAborted,
     WeightStamp,
-    require_loaded,
 )
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.weights.tensors import checksum_tensor, checksums_by_name
@@ -61,8 +60,9 @@ class TransformersRolloutEngine(Engine):
 
     @property
     def generator(self) -> SwiftGenerator:
-        """The model and its template. Raises EngineUnavailable while it loads."""
-        return require_loaded(self._generator)
+        """The model and its template, once they are loaded."""
+        assert self._generator is not None
+        return self._generator
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """As ``Engine.submit``: encodes and queues."""

@@ -24,7 +24,6 @@ from swift_stage2.rollout_server.engine import (
     InstalledWeights,
     JobAborted,
     WeightStamp,
-    require_loaded,
 )
 from swift_stage2.rollout_server.vllm_weights import Report, combine
 
@@ -80,8 +79,7 @@ class VllmRolloutEngine(Engine):
         weights themselves.
         """
         generator = self._generator
-        if generator is None:
-            raise InstallFailed("the model is not loaded yet")
+        assert generator is not None  # its manifest was asked for
         path, file = weights.lend()
         self._lent.append(file)
         try:
@@ -152,10 +150,9 @@ class VllmRolloutEngine(Engine):
 
         name = self._held[job] = uuid.uuid4().hex
         try:
-            completion = await require_loaded(self._generator).answer(
-                job.request, name, self.stamp, lambda: job.aborted
-            )
-            self._finish(job, completion)
+            assert self._generator is not None  # a request was taken
+            answer = self._generator.answer(job.request, name, self.stamp, lambda: job.aborted)
+            self._finish(job, await answer)
         except JobAborted:
             self._finish_unstarted(job)
         except EngineDeadError:

@@ -33,6 +33,14 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from swift_stage2.checks.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
+# What a round's merged weights and one turn allow of the arguments of `swift rollout`.
+_SERVED = {
+    "vllm_data_parallel_size": 1,
+    "vllm_enable_lora": False,
+    "adapters": [],
+    "multi_turn_scheduler": None,
+    "use_gym_env": False,
+}
 __all__ = ["EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
 
 
@@ -57,10 +65,7 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGe
     """
     arguments = parse_swift_arguments(argv, ServerArguments, where=COMMAND_LINE)
     _refuse_unserved(arguments)
-    engine_kwargs = {
-        **(arguments.vllm_engine_kwargs or {}),
-        "worker_extension_cls": WORKER_EXTENSION,
-    }
+    engine_kwargs = (arguments.vllm_engine_kwargs or {}) | {"worker_extension_cls": WORKER_EXTENSION}
     options = {
         **arguments.get_vllm_engine_kwargs(),
         "model_id_or_path": arguments.model,
@@ -74,27 +79,29 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGe
         "load_format": engine_kwargs.pop("load_format", "auto"),
         "engine_kwargs": engine_kwargs,
     }
-    generator_class = VllmGenerator if trusts_code else _DistrustfulGenerator
-    generator: VllmGenerator = generator_class(**options)
+    VllmGenerator.trusts_code = trusts_code
+    generator = VllmGenerator(**options)
     seal_template(generator.template)
     return generator
 
 
 def _refuse_unserved(arguments: Any) -> None:
-    refused = {
-        "vllm_data_parallel_size": (arguments.vllm_data_parallel_size, 1, "start one server per replica"),
-        "vllm_enable_lora": (arguments.vllm_enable_lora, False, "a round pushes merged weights"),
-        "adapters": (arguments.adapters, [], "a round pushes merged weights"),
-        "multi_turn_scheduler": (arguments.multi_turn_scheduler, None, "use swift rollout for it"),
-        "use_gym_env": (arguments.use_gym_env, False, "use swift rollout for it"),
-    }
-    for name, (value, only, remedy) in refused.items():
-        if value != only:
+    for name, only in _SERVED.items():
+        if (value := getattr(arguments, name)) != only:
+            remedy = "use swift rollout for it, or start one server for each replica"
             raise UserError(f"--engine vllm serves {name}={only} only", got=f"{name}={value}", remedy=remedy)
 
 
 class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
     """One model in vLLM's own processes. Its coroutines run on the loop on which it was built."""
+
+    trusts_code = False
+    """Whether these processes may run code of the checkpoint."""
+
+    def _prepare_engine_kwargs(self, *arguments: Any, **options: Any) -> None:
+        """ms-swift tells vLLM to run it, and has no argument for that."""
+        super()._prepare_engine_kwargs(*arguments, **options)
+        self.engine_args.trust_remote_code = self.trusts_code
 
     @property
     def is_dead(self) -> bool:
@@ -192,14 +199,6 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
     def shut_down(self, timeout_s: float) -> None:
         self.engine.shutdown(timeout=timeout_s)
-
-
-class _DistrustfulGenerator(VllmGenerator):
-    """Whose processes run no code of the checkpoint: ms-swift tells vLLM to, and has no argument for it."""
-
-    def _prepare_engine_kwargs(self, *arguments: Any, **options: Any) -> None:
-        super()._prepare_engine_kwargs(*arguments, **options)
-        self.engine_args.trust_remote_code = False
 
 
 def request_failure(error: Exception) -> Exception:

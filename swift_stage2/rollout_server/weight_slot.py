@@ -23,7 +23,6 @@ from swift_stage2.rollout_server.weight_source import (
     DiskFile,
     WeightSource,
     compare_manifests,
-    listen,
     open_learner_memory,
     require_size,
 )
@@ -227,7 +226,13 @@ class WeightSlot:
 
     def _open_stream(self, offer: WeightOffer) -> tuple[WeightSource, OfferAnswer]:
         assert offer.port is not None
-        stream = listen(self._host, offer.port)
+        try:
+            stream = WeightListener(self._host, offer.port)
+        except (OSError, OverflowError) as error:
+            raise InstallFailed(
+                f"the server cannot listen for weights on {self._host}:{offer.port}: {type(error).__name__}: {error}; "
+                "choose a free group_port, and start the server with a --group-bind that is an address of its machine"
+            ) from error
         answer = OfferAnswer(True, f"listening for weights on port {offer.port}", stream.secret)
         return self._filled(offer, offer.num_bytes, stream), answer
 

@@ -164,29 +164,29 @@ class WeightSource:
         self._has_ended.set()
 
 
-def listen(host: str, port: int) -> WeightListener:
-    """For one learner. Raises InstallFailed: the address cannot be listened on."""
-    try:
-        return WeightListener(host, port)
-    except (OSError, OverflowError) as error:
-        raise InstallFailed(
-            f"the server cannot listen for weights on {host}:{port}: {type(error).__name__}: {error}; choose a free "
-            "group_port, and start the server with a --group-bind that is an address of its machine"
-        ) from error
-
-
 class DiskFile:
-    """A version's file on a disk: one name in the root, which no link is followed to."""
+    """A version's file on a disk, before its proof or after: one name in the root, which no link is followed to."""
 
     def __init__(self, root: Path, name: str) -> None:
         """``name``: without its suffix. Raises InstallFailed: it is not there, or is no regular file."""
         self.where = f"{shown(name)} in --weights-root {root}"
         self._is_closed = threading.Event()
+        # Not blocking: the opening of a pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            self._file = _open_in(root, name)
+            if not _NAME.fullmatch(name):
+                raise OSError("a version on a disk must be named by letters, digits, '_', '-' and '.'")
+            try:
+                descriptor = os.open(root / f".{name}{SUFFIX}", flags)
+            except FileNotFoundError:  # proven meanwhile, or before a catch-up
+                descriptor = os.open(root / f"{name}{SUFFIX}", flags)
+            self._file = os.fdopen(descriptor, "rb", buffering=0)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                self._file.close()
+                raise OSError("it must be a regular file")
         except OSError as error:
             raise InstallFailed(f"weights cannot be read: {self.where}: {error}") from error
-        self.num_bytes = os.fstat(self._file.fileno()).st_size
+        self.num_bytes = os.fstat(descriptor).st_size
 
     def receive(self, memory: memoryview, timeout_s: float) -> None:
         """Raises OSError: it is cut, cannot be read in time, or ``close`` was called."""
@@ -263,24 +263,3 @@ def _within(memory: memoryview, tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 def _told(names: Sequence[str]) -> str:
     return f"num_differences={len(names)}: {', '.join(names[:_MAX_SHOWN])}"
-
-
-def _open_in(root: Path, name: str) -> BinaryIO:
-    """That regular file in it, before its proof or after. Raises OSError, also for a link."""
-    if not _NAME.fullmatch(name):
-        raise OSError("a version on a disk must be named by letters, digits, '_', '-' and '.'")
-    above = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Not blocking: the opening of a pipe would wait for a writer.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(f".{name}{SUFFIX}", flags, dir_fd=above)
-        except FileNotFoundError:  # proven meanwhile, or before a catch-up
-            descriptor = os.open(f"{name}{SUFFIX}", flags, dir_fd=above)
-    finally:
-        os.close(above)
-    file = os.fdopen(descriptor, "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise OSError("it must be a regular file")
-    return file

@@ -176,10 +176,18 @@ class BodyLimit:
             HTTPException: 429, other bodies fill the room, which says nothing of this one; 408, it came too late.
             ClientDisconnect: the caller has gone.
         """
-        held, num_bytes = bytearray(), 0
+        held = bytearray()
+        try:
+            await self._fill(held, request)
+            yield held
+        finally:
+            self._free_bytes += len(held)
+
+    async def _fill(self, held: bytearray, request: Request) -> None:
+        num_bytes = 0
         refusal: Exception | None = None
         try:
-            async with self._in_time():
+            async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
                 async for chunk in request.stream():
                     num_bytes += len(chunk)
                     if num_bytes > self._max_bytes:
@@ -197,19 +205,10 @@ class BodyLimit:
                     held.clear()
                     if num_bytes > _DRAINED_BODIES * self._max_bytes:
                         break
-            if refusal is not None:
-                raise refusal
-            yield held
-        finally:
-            self._free_bytes += len(held)
-
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
-                yield
         except TimeoutError as error:
             raise HTTPException(408, f"a body must arrive within {_UPLOAD_TIMEOUT_S:g} s") from error
+        if refusal is not None:
+            raise refusal
 
 
 class HttpServer(uvicorn.Server):

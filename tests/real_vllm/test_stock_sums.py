@@ -15,7 +15,6 @@ from stock_server import VARIABLE, ServerProcess, start_stock
 from test_stock_sync import Learner, _FlipsOneElement
 
 from swift_stage2 import wire
-from swift_stage2.config import Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.stock import WeightSums
@@ -83,14 +82,6 @@ def test_pushes_are_proven_by_checksums_of_every_tensor(
             assert (sums.left_out, sums.errors) == ((), ())
             train_a_little(learner.module)
     assert sum("can show every tensor's checksum" in record.message for record in caplog.records) == 1
-
-
-def test_a_server_without_the_plugin_has_the_canary_alone(stock: ServerProcess) -> None:
-    learner = Learner(stock)
-    assert learner.push().reports[0].proof == "canary"
-    learner.sync.updates._sync = SyncConfig(timeout_s=60.0, proof=Proof.CHECKSUM)
-    assert "no checksums" in error_of(learner.push())
-    learner.sync.close()
 
 
 @pytest.mark.parametrize("name", [FIRST, K_PROJ])

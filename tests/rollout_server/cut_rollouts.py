@@ -133,10 +133,6 @@ class Comparison:
         assert gap <= self.tolerance, f"token {place} differs, {len(so_far)} were given, gap {gap}"
         self.gaps.append(gap)
 
-    def __str__(self) -> str:
-        shown = f": the two best logits differed by {sorted(self.gaps)}" if self.gaps else ""
-        return f"{self.num_compared} resumed, {len(self.gaps)} went another way{shown}"
-
 
 def resume(
     server: RunningServer, scenes: Sequence[Scene], prefixes: Sequence[Sequence[int]], **options: Any

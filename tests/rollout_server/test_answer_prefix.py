@@ -55,25 +55,15 @@ def answers_cut_in_flight(
         return call.result(CALL_TIMEOUT_S)
 
 
-def compare_rollouts(server: RunningServer, comparison: Comparison, num_cut: int, num_aborted: int) -> None:
-    """Cut rollouts in calls of ``BATCH``; the aborted ones over HTTP, while they are computed."""
-    rng = random.Random(5)
-    for _ in range(0, num_cut, BATCH):
-        compare_cut(server, comparison, BATCH, rng)
-    num_before = comparison.num_compared
-    while comparison.num_compared < num_before + num_aborted:
-        num_tokens = rng.randint(1, 40)
-        scenes = draw_scenes(BATCH, rng)
-        answers = answers_cut_in_flight(server, scenes, num_tokens)
-        aborted = [answer for answer in answers if answer.finish_reason == "abort"]
-        assert {len(answer.token_ids) for answer in aborted} <= {num_tokens}
-        assert compare_aborted(server, comparison, scenes, answers) == len(aborted)
-
-
 def test_greedy_rollouts_go_on_as_if_they_had_not_been_cut(server: RunningServer) -> None:
     LearnerRound(server, load_learner()).run()
-    comparison = Comparison(Oracle(load_learner()), TOLERANCE)
-    compare_rollouts(server, comparison, BATCH, 1)
+    rng, comparison = random.Random(5), Comparison(Oracle(load_learner()), TOLERANCE)
+    compare_cut(server, comparison, BATCH, rng)
+    scenes, num_tokens = draw_scenes(BATCH, rng), rng.randint(1, 40)
+    answers = answers_cut_in_flight(server, scenes, num_tokens)
+    aborted = [answer for answer in answers if answer.finish_reason == "abort"]
+    assert {len(answer.token_ids) for answer in aborted} == {num_tokens}
+    assert compare_aborted(server, comparison, scenes, answers) == len(aborted)
     assert comparison.num_compared > BATCH
 
 

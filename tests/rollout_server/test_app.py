@@ -10,14 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from live_server import CALL_TIMEOUT_S, MODEL, free_port, serve, text_request
-from stopped_process import stop_process
 from waiting import wait_for
 
 from swift_stage2 import demo, wire
@@ -27,6 +26,7 @@ from swift_stage2.rollout_server.command_line import parse_command
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers.http_app import bind, require_key
+from swift_stage2.weights.stream import connect_stream
 from swift_stage2.weights.tensors import snapshot_bytes
 from swift_stage2.wire import TensorSpec
 
@@ -137,18 +137,8 @@ def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollo
         socket.create_server(("127.0.0.1", int(base_url.rpartition(":")[2]))).close()
 
 
-SILENT_LEARNER = """
-import sys
-from swift_stage2.weights.stream import connect_stream
-stream = connect_stream("127.0.0.2", int(sys.argv[1]), sys.argv[2], 30.0)
-stream._connection.sendall(b"0000")  # a part of the first tensor
-print("connected", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.slow
-def test_sigterm_ends_a_server_whose_install_waits_for_a_frozen_learner_and_its_port_is_where_it_was_told(
+def test_sigterm_ends_a_server_whose_install_waits_for_a_silent_learner_and_its_port_is_where_it_was_told(
     tmp_path: Path,
 ) -> None:
     with (
@@ -166,29 +156,20 @@ def test_sigterm_ends_a_server_whose_install_waits_for_a_frozen_learner_and_its_
         }
         assert {address.ip for address in listens} == {"127.0.0.2"}
         assert port in {address.port for address in listens}
-        learner = subprocess.Popen(
-            [sys.executable, "-c", SILENT_LEARNER, str(port), secret],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert learner.stdout is not None
-            assert learner.stdout.readline() == b"connected\n"
-            stop_process(learner.pid)
-            with ThreadPoolExecutor(2) as callers:
-                install = {**name, "checksums": {}}
-                installs = {
-                    callers.submit(http.post, wire.INSTALL, json=install, timeout=600.0) for _ in range(2)
-                }
-                ended, waiting = wait(installs, CALL_TIMEOUT_S, FIRST_COMPLETED)
-                assert [each.result(0).status_code for each in ended] == [409]  # because the other one waits
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(20.0) == 0, (tmp_path / "log").read_text()  # of the install's 600
-                (reply,) = (each.result(CALL_TIMEOUT_S) for each in waiting)
-            assert (reply.status_code, "the offer has ended" in reply.text) == (500, True)
-        finally:
-            learner.kill()
-            learner.communicate(timeout=10.0)
+        with (
+            closing(connect_stream("127.0.0.2", port, secret, CALL_TIMEOUT_S)),
+            ThreadPoolExecutor(2) as callers,
+        ):
+            install = {**name, "checksums": {}}
+            installs = {
+                callers.submit(http.post, wire.INSTALL, json=install, timeout=600.0) for _ in range(2)
+            }
+            ended, waiting = wait(installs, CALL_TIMEOUT_S, FIRST_COMPLETED)
+            assert [each.result(0).status_code for each in ended] == [409]  # because the other one waits
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20.0) == 0, (tmp_path / "log").read_text()  # of the install's 600
+            (reply,) = (each.result(CALL_TIMEOUT_S) for each in waiting)
+        assert (reply.status_code, "the offer has ended" in reply.text) == (500, True)
         socket.create_server(("127.0.0.2", port)).close()
 
 

@@ -20,7 +20,6 @@ from swift_stage2.errors import InstallFailed, ProtocolError
 from swift_stage2.rollout_server.weight_source import (
     DiskFile,
     WeightSource,
-    listen,
     open_learner_memory,
     require_size,
 )
@@ -211,6 +210,7 @@ def test_a_flipped_bit_is_told_with_the_tensors_name(learner: SnapshotFile) -> N
     arrived = mapped(learner.file.path, offer())
     with pytest.raises(InstallFailed, match="num_differences=1: wide with other checksums"):
         arrived.require(checksums_by_name(arrived.tensors))
+    arrived.close()
 
 
 # --- a stream, and a disk ----------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_a_flipped_bit_is_told_with_the_tensors_name(learner: SnapshotFile) -> N
 @contextmanager
 def receiving(num_bytes: int) -> Iterator[tuple[WeightSource, WeightListener, int, MemoryFile]]:
     port, memory = free_port(), MemoryFile("weights", num_bytes)
-    end = listen("127.0.0.1", port)
+    end = WeightListener("127.0.0.1", port)
     source = WeightSource(offer(), memory.reopened(), memory.memory, end)
     yield source, end, port, memory
     source.close()

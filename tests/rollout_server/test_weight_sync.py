@@ -64,17 +64,17 @@ class GenerateCanary:
 class Learner:
     """A module, its canary, and a sync whose transports a test may replace."""
 
-    def __init__(self, server: RunningServer, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, server: RunningServer) -> None:
         self.module = load_learner(seed=next(server.versions))
         self.canary = GenerateCanary(self.module)
         self._server = server
-        self.sync = self.make_sync(timeout_s=timeout_s)
+        self.sync = self.make_sync()
 
     def make_sync(self, **options: Any) -> WaitedUpdates:
         servers = [server_at(self._server.base_url, free_port())]
         self.publisher = ThreadPublisher(servers, lambda info: OurTransport(Transport.TCP))
         return make_updates(
-            self.module, self.publisher, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
+            self.module, self.publisher, canary=self.canary, run_id="run-1", timeout_s=30.0, **options
         )
 
     def push(self) -> Any:
