@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from benchmarks.results import ResultTable, publish
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
 from swift_stage2.records import Pack
-from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
+from swift_stage2.scheduling.feasibility_gate import RankFacts, decide
 from swift_stage2.scheduling.horizon import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel
 
@@ -39,6 +40,13 @@ _START_PER_RANK_S = 20.0
 _SLOWEST_PAIR_S = 1.0
 _NUM_SERVERS = 1
 _VERSION = 7
+_FACTS = RankFacts(
+    pace=ProductionPace(1.5, 1.5),
+    servers_proven=(_VERSION,) * _NUM_SERVERS,
+    servers_suspect=(False,) * _NUM_SERVERS,
+    servers_closed=(False,) * _NUM_SERVERS,
+    servers_busy=(False,) * _NUM_SERVERS,
+)
 _WINDOW = 2
 
 Seconds = Mapping[str, Sequence[float]]
@@ -102,15 +110,7 @@ def plan_step(queue: ReadyQueue, control: GlooControlGroup) -> None:
     Raises RuntimeError: the step did not become channel B, so that nothing was measured.
     """
     reservation = queue.reserve(_PACKS, current_version=_VERSION)
-    facts = RankFacts(
-        not_reserved=reservation is None,
-        pace=ProductionPace(1.5, 1.5),
-        servers_proven=(_VERSION,) * _NUM_SERVERS,
-        servers_suspect=(False,) * _NUM_SERVERS,
-        servers_closed=(False,) * _NUM_SERVERS,
-        servers_busy=(False,) * _NUM_SERVERS,
-    )
-    agreed = control.reduce_max(facts.encode())
+    agreed = control.reduce_max(replace(_FACTS, not_reserved=reservation is None).encode())
     plan = decide(agreed, num_servers=_NUM_SERVERS).plan(wants_b=True)
     packs = reservation.take() if reservation is not None and plan.channel is Channel.B else []
     if len(packs) != _PACKS:
@@ -121,7 +121,7 @@ def measure(control: GlooControlGroup, repeats: int) -> dict[str, list[float]]:
     """Seconds by kind. Who of a pair goes first alternates."""
     torch.set_num_threads(1)
     queue = ReadyQueue(_QUEUE_LIMIT, _WINDOW)
-    bare = torch.zeros(vector_length(_NUM_SERVERS), dtype=torch.int64)
+    bare = torch.zeros(len(_FACTS.encode()), dtype=torch.int64)
     works = {PLAN: lambda: plan_step(queue, control), BARE: lambda: control.max_in_place(bare)}
     seconds: dict[str, list[float]] = {PLAN: [], BARE: []}
     for repetition in range(repeats + NUM_WARMUP):

@@ -90,10 +90,9 @@ class EvaluationSchedule:
         return None if has_server else EvaluationEnd.NO_SERVER
 
     def end(self, *, again: bool = False) -> RunningEvaluation:
-        """Ends the one that runs; ``again``: it is due anew, unless a newer one is. Raises ValueError when none ran."""
+        """Ends the one that runs; ``again``: it is due anew, unless a newer one is."""
         ended, self.running, self._round_due_step, self.is_cut = self.running, None, None, False
-        if ended is None:
-            raise ValueError("only an evaluation that runs can end, got none; ask reason_to_end first")
+        assert ended is not None
         if again and self._due_step is None:
             self._due_step = ended.due_step
         return ended

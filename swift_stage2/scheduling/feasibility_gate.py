@@ -20,7 +20,6 @@ _FLAGS = (
     "publishing", "server_waits", "log_failed",
 )  # fmt: skip
 _PER_SERVER = ("servers_proven", "servers_suspect", "servers_closed", "servers_busy")
-_NUM_COMMON_ENTRIES = len(_FLAGS) + 2
 _MILLI = 1000  # durations travel as whole thousandths of a step
 
 
@@ -55,12 +54,8 @@ class RankFacts:
     servers_busy: tuple[bool, ...] = ()
     """Per server: this rank may still have something in flight there, or may still ask."""
 
-    def __post_init__(self) -> None:
-        if len({len(getattr(self, name)) for name in _PER_SERVER}) > 1:
-            raise ValueError(f"every tuple of servers has one entry per server, got {self}")
-
     def encode(self) -> tuple[int, ...]:
-        """Return the vector, `vector_length` integers >= 0, ready for an element-wise MAX."""
+        """Return the vector: integers >= 0, as many for as many servers, ready for an element-wise MAX."""
         return (
             *(int(getattr(self, flag)) for flag in _FLAGS),
             round(self.pace.typical_steps * _MILLI),
@@ -102,21 +97,8 @@ class GateOutcome(RankFacts):
         return StepPlan(Channel.B)
 
 
-def vector_length(num_servers: int) -> int:
-    return _NUM_COMMON_ENTRIES + len(_PER_SERVER) * num_servers
-
-
 def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
-    """Read the element-wise MAX of all ranks' vectors.
-
-    Raises:
-        ValueError: the vector was not encoded for ``num_servers`` servers.
-    """
-    if len(vector) != vector_length(num_servers):
-        raise ValueError(
-            f"a step's vector has {vector_length(num_servers)} entries for {num_servers} servers, "
-            f"got {len(vector)}; all ranks must read the same list of servers"
-        )
+    """Read the element-wise MAX of all ranks' vectors, which were encoded for ``num_servers`` servers."""
     entries = iter(vector)
     flags: dict[str, Any] = {flag: next(entries) > 0 for flag in _FLAGS}
     pace = ProductionPace(next(entries) / _MILLI, next(entries) / _MILLI)

@@ -1,12 +1,11 @@
 """The rank's idea of the current weight version, and the one rule that says what is fresh.
 
 The version only grows, with every committed sync round, on every rank in the same step; one that failed leaves a
-gap. The main thread advances it; pipeline threads read it.
+gap.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 
 from swift_stage2.errors import StaleSample
@@ -39,28 +38,18 @@ def require_fresh(versions: Iterable[tuple[object, int]], *, current: int, windo
 
 
 class VersionClock:
-    """A thread-safe counter of weight versions."""
-
-    __slots__ = ("_current", "_lock")
+    """A counter of weight versions. The main thread advances it; any thread reads ``current``."""
 
     def __init__(self, current: int = 0) -> None:
-        if current < 0:
-            raise ValueError(f"a version is at least 0, got current={current}; a fresh run starts at 0")
-        self._lock = threading.Lock()
-        self._current = current
-
-    @property
-    def current(self) -> int:
-        return self._current
+        self.current = current
 
     def advance(self, version: int | None = None) -> int:
         """Move to ``version``, by default the next one, and return it; called on every rank after its proof.
 
         Raises ValueError: the version is not greater than the current one.
         """
-        with self._lock:
-            version = self._current + 1 if version is None else version
-            if version <= self._current:
-                raise ValueError(f"a version only grows, got version={version} current={self._current}")
-            self._current = version
-            return version
+        version = self.current + 1 if version is None else version
+        if version <= self.current:
+            raise ValueError(f"a version only grows, got version={version} current={self.current}")
+        self.current = version
+        return version

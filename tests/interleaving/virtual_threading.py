@@ -21,7 +21,7 @@ from swift_stage2.channel_b import attempts, pipeline, ready_queue, sample_sourc
 from swift_stage2.channel_b.rollouts import batch, client, server_client, server_state
 from swift_stage2.learner import learner
 from swift_stage2.learner import versions as learner_versions
-from swift_stage2.scheduling import horizon, version_clock
+from swift_stage2.scheduling import horizon
 from swift_stage2.servers import health_check
 from swift_stage2.servers import session as server_session
 from swift_stage2.weights import publisher, snapshot, snapshots, updates
@@ -330,7 +330,7 @@ class Executor:
 
 _WITH_THREADING = (
     attempts, client, evaluation, fence, health_check, pipeline, publisher, ready_queue, sample_source,
-    server_client, server_state, snapshot, version_clock,
+    server_client, server_state, snapshot,
 )  # fmt: skip
 _WITH_TIME = (
     attempts, batch, client, learner, learner_versions, horizon, pipeline, publisher, server_client, server_session,

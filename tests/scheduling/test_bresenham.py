@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import floor, nan
+from math import floor
 
 import pytest
 from hypothesis import given
@@ -63,16 +63,3 @@ def test_nothing_is_wanted_next_without_channel_b() -> None:
 
 def test_a_tiny_ratio_in_scientific_notation_is_exact() -> None:
     assert next_wanted_step(0, 1e-7) == 10**7 - 1
-
-
-@pytest.mark.parametrize("b_ratio", [-0.1, 1.2, nan, float("inf")])
-def test_a_ratio_outside_its_range_is_refused_by_value(b_ratio: float) -> None:
-    with pytest.raises(ValueError, match="b_ratio must be a number from 0 to 1, got b_ratio="):
-        wants_channel_b(0, b_ratio)
-
-
-@pytest.mark.parametrize("ask", [wants_channel_b, next_wanted_step, wanted_count])
-def test_a_negative_step_is_refused(ask: object) -> None:
-    assert callable(ask)
-    with pytest.raises(ValueError, match=r"got steps?=-1"):
-        ask(-1, 0.5)
