@@ -17,7 +17,7 @@ from typing import Any
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.runtime.output import print_error
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.run_directory import claim_directory
+from swift_stage2.runtime.run_directory import make_directory
 
 _DESCRIPTION = (
     "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and nothing was lost; a "
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if hasattr(module, "check"):
             module.check(options)
-        return int(module.run(options, claim_directory(options.output, keep=options.keep)))
+        return int(module.run(options, make_directory(options.output, keep=options.keep)))
     except ChildFailed as error:
         print_error("bench", error)
         return 1

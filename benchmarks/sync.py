@@ -28,7 +28,7 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.stock_proof import PLUGIN
 from swift_stage2.weights.publisher_process import ProcessPublisher
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 PAUSE_BUDGET = 1.5
 PAUSE_BUDGET_FROM_MIB = 100

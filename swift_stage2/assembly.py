@@ -30,7 +30,7 @@ from swift_stage2.checks.channel_b_parts import (
 from swift_stage2.checks.checks import refuse_differing_settings
 from swift_stage2.checks.packing_isolation import PackedLoss
 from swift_stage2.checks.servers import examine
-from swift_stage2.collectives import join_control_group, together
+from swift_stage2.collectives import join_control_group, run_on_all_ranks
 from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
@@ -77,10 +77,10 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
     settings = config.without_secrets()
     refuse_differing_settings(settings, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
-    task = together(control, lambda: make_task(config))
+    task = run_on_all_ranks(control, lambda: make_task(config))
     require_metric(config.swift, task.metrics)
     channel, b_ratio = config.stage2_ab.channel_b, config.stage2_ab.schedule.exact_b_ratio
-    usable = together(control, lambda: usable_rows(given.rows, task, channel.rows_without_objects))
+    usable = run_on_all_ranks(control, lambda: usable_rows(given.rows, task, channel.rows_without_objects))
     kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, given.seed)
     telemetry = Telemetry(
         Path(given.run_directory),
@@ -115,7 +115,7 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
             )
             with going_on("train", "checking rows, template and packing"):
                 parts = merge_lengths(
-                    config, together(control, look), control, telemetry, given.packs_per_step
+                    config, run_on_all_ranks(control, look), control, telemetry, given.packs_per_step
                 )
                 check_packing(parts, given.packed_loss, control)
             servers = wait_for_servers(config, control, telemetry.record_warning)  # which load meanwhile
@@ -124,8 +124,8 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
                 make_channel_b, config, given, parts, control, telemetry, run_id, servers, late, failures
             )
             with going_on("train", "starting channel B's processes"):
-                channel_b = together(control, build)
-                together(control, partial(check_preprocessing, parts))
+                channel_b = run_on_all_ranks(control, build)
+                run_on_all_ranks(control, partial(check_preprocessing, parts))
         on_failure.pop_all()
     action = config.stage2_ab.starvation.action
     watched = channel_b is not None and action is not StarvationAction.OFF

@@ -164,14 +164,14 @@ def _train(config_path: str, *, resume: bool) -> int:
     from swift_stage2.runtime.environment import end_with_torchrun
 
     end_with_torchrun(os.environ)  # before the slow imports
-    from swift_stage2.checks.checks import Known, run_checks
+    from swift_stage2.checks.checks import CheckStage, run_checks
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank import as_rank, train_rank
 
     def work() -> int:
         # A mistake is told before the slow imports.
         config = load_config(config_path)
-        run_checks(config, Known(rank_environment=os.environ, addresses=True, files=True))
+        run_checks(config, CheckStage(rank_environment=os.environ, addresses=True, files=True))
         return train_rank(config, resume=resume)
 
     status = as_rank("train", work)

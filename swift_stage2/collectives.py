@@ -37,7 +37,7 @@ _NOTE_TIMEOUT_S = 5.0
 ResultT = TypeVar("ResultT")
 
 
-class NoteBoard:
+class StoreNotes:
     """Short texts that ranks leave for each other outside of every collective; for any thread.
 
     For what a rank must tell others that may be stuck in a collective. Kept in the job's own store, which under
@@ -83,7 +83,7 @@ class SingleRank:
     world_size = 1
 
     def __init__(self) -> None:
-        self.notes = NoteBoard()
+        self.notes = StoreNotes()
 
     def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
@@ -105,7 +105,7 @@ class GlooControlGroup:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.notes = NoteBoard(PrefixStore("stage2_notes", _get_default_store()))
+        self.notes = StoreNotes(PrefixStore("stage2_notes", _get_default_store()))
 
     def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
         """Element-wise maximum over the ranks."""
@@ -166,7 +166,7 @@ def leave_job() -> None:
         dist.destroy_process_group()
 
 
-def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
+def run_on_all_ranks(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
     """Returns what ``work`` returns here, once it has succeeded on every rank; so it is a barrier as well.
 
     Without it, a rank whose own files or data are bad would leave the others waiting in their next collective.
@@ -190,7 +190,7 @@ def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
     raise (UserError if is_users else Stage2Error)(causes)
 
 
-class LastWords:
+class FatalNotes:
     """Why a rank ends in the middle of a collective, for the others, which wait in it; for any thread."""
 
     def __init__(self, control: ControlGroup) -> None:

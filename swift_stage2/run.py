@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from swift_stage2.collectives import ControlGroup, together
+from swift_stage2.collectives import ControlGroup, run_on_all_ranks
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.scheduling.watches import StarvationWatch
@@ -111,7 +111,7 @@ class Stage2Run:
         """
         save_id = str(self.control.broadcast(uuid.uuid4().hex))
         learner = self.learner.checkpoint(step=step, save_id=save_id)
-        self.together(self.telemetry.log.flush_to_disk)
+        self.run_on_all_ranks(self.telemetry.log.flush_to_disk)
         return {"save_id": save_id, "learner": learner, "telemetry": self.telemetry.state_dict()}
 
     def resume(self, read: Callable[[], Mapping[str, Any]]) -> None:
@@ -120,7 +120,7 @@ class Stage2Run:
         Raises:
             UserError: a rank cannot read its part or continue from it, or the parts are of different checkpoints.
         """
-        state = self.together(read)
+        state = self.run_on_all_ranks(read)
         save_ids = self.control.gather(state["save_id"])
         if len(set(save_ids)) > 1:
             raise ConfigError(
@@ -128,7 +128,7 @@ class Stage2Run:
                 got=", ".join(f"rank {rank} save_id={save_id}" for rank, save_id in enumerate(save_ids)),
                 remedy="resume from another checkpoint",
             )
-        self.together(partial(self._continue_from, state))
+        self.run_on_all_ranks(partial(self._continue_from, state))
 
     def _share_the_interpreter(self) -> None:
         """The main thread asks for the interpreter's lock after every operator, the pipeline's Python holds it for as
@@ -149,9 +149,9 @@ class Stage2Run:
             if self.channel_b.evaluation is not None:
                 self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))
 
-    def together(self, work: Callable[[], ResultT]) -> ResultT:
+    def run_on_all_ranks(self, work: Callable[[], ResultT]) -> ResultT:
         """Returns what ``work`` does once it has succeeded on every rank; raises on all when it fails on one."""
-        return together(self.control, work)
+        return run_on_all_ranks(self.control, work)
 
     def close(self) -> None:
         """Ends every thread and file of this rank. May be called again."""

@@ -51,7 +51,7 @@ class RecordedPublisher(Publisher):
     def confirm(self, version: int) -> None:
         self.confirmed.append(version)
 
-    def distrust(self, server: int) -> None:
+    def mark_suspect(self, server: int) -> None:
         self.distrusted.append(server)
 
     def lost_servers(self) -> tuple[int, ...]:

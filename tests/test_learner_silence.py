@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift_stage2.learner import Learner
-from swift_stage2.runtime.background import Standing
+from swift_stage2.runtime.background import CurrentActivity
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.watches import StarvationWatch
 
@@ -20,7 +20,9 @@ def test_a_silence_of_channel_b_tells_what_its_pipeline_has_waited_for_long(
 ) -> None:
     """A server that hangs is no fault before its request's deadline."""
     told: list[str] = []
-    standing = Standing("channel B's pipeline asks servers for 12 rollouts", time.monotonic() - seconds)
+    standing = CurrentActivity(
+        "channel B's pipeline asks servers for 12 rollouts", time.monotonic() - seconds
+    )
     learner: Any = SimpleNamespace(
         starvation=StarvationWatch(200),
         fail_when_starved=False,

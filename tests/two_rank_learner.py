@@ -22,7 +22,7 @@ from stand_in_canary import StandInCanary
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.collectives import join_control_group, together
+from swift_stage2.collectives import join_control_group, run_on_all_ranks
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import ConfigError, Stage2Error, WeightSyncError
@@ -99,7 +99,7 @@ class StandInPublisher(Publisher):
     def lost_servers(self) -> tuple[int, ...]:
         return self.lost
 
-    def distrust(self, server: int) -> None:
+    def mark_suspect(self, server: int) -> None:
         self.distrusted.append(server)
 
 
@@ -147,7 +147,7 @@ class Events:
 
     def record_step(self, facts: Any) -> None:
         self.steps.append((facts.step, str(facts.channel), facts.skip_reason, facts.version))
-        self.in_transfer.append(facts.round_in_transfer)
+        self.in_transfer.append(facts.version_in_transfer)
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:
         self.rounds.append((step, outcome.version, list(outcome.proven)))
@@ -482,7 +482,7 @@ def a_loss_is_found() -> dict[str, Any]:
 
 def start_fails_on_one_rank() -> dict[str, Any]:
     control = join_control_group(30.0)
-    results = [together(control, lambda: RANK)]
+    results = [run_on_all_ranks(control, lambda: RANK)]
 
     def check() -> int:
         if RANK == 1:
@@ -490,7 +490,7 @@ def start_fails_on_one_rank() -> dict[str, Any]:
         return 0
 
     try:
-        together(control, check)
+        run_on_all_ranks(control, check)
     except Stage2Error as raised:
         return {"results": results, "error": f"{type(raised).__name__}: {raised}"}
     return {"results": results, "error": None}

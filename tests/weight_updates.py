@@ -16,7 +16,7 @@ from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import Delivery
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 _OF_SYNC = {field.name for field in fields(SyncConfig)} - {"bucket_mib"}
 
@@ -51,7 +51,7 @@ def make_spec(seconds: float, **terms: Any) -> UpdateSpec:
 
 def mark_suspect(updates: WaitedUpdates, *servers: int) -> None:
     """As all ranks agree on it."""
-    updates.updates.take_in((), suspect=servers, drained=())
+    updates.updates.apply_update((), suspect=servers, drained=())
 
 
 def server_at(base_url: str, group_port: int, **more: Any) -> ServerConfig:

@@ -28,7 +28,7 @@ from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.stage import FIGURES_FILE, JSON_FILE, PAGE_FILE, STAGES, Stage, Status, write_report
 from swift_stage2.errors import UserError
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.run_directory import claim_directory
+from swift_stage2.runtime.run_directory import make_directory
 
 TOTAL_S = 600.0
 _SIGNALLED = 128
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     raise UserError(
                         f"a GPU check needs a GPU: {records[0]['why']}; run it where there is one, or with --rehearse"
                     )
-                directory = claim_directory(options.output, keep=options.keep)
+                directory = make_directory(options.output, keep=options.keep)
                 logs = shutil.copytree(logs, directory / "logs")
             finished, seconds = len(records) == len(chosen), time.monotonic() - started
             write_report(directory, records, rehearsal=options.rehearse, finished=finished, seconds=seconds)

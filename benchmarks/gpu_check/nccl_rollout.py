@@ -31,7 +31,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 _NUM_ROUNDS = 3
 _ROUND_TIMEOUT_S = 40.0

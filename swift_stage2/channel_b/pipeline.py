@@ -31,7 +31,7 @@ from swift_stage2.config import PackingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
-from swift_stage2.runtime.background import Standing
+from swift_stage2.runtime.background import CurrentActivity
 from swift_stage2.scheduling.horizon import Pacer, ProductionPace, StepView
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
@@ -92,7 +92,7 @@ class Pipeline:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
         self.failure: BaseException | None = None
-        self.standing: Standing | None = None
+        self.current_activity: CurrentActivity | None = None
         """The thread's work; None while there is nothing to do."""
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class Pipeline:
                 held += self.groups.take_all() if self.groups is not None else ()
                 self.source.give_back([rollout.sample.key for rollout in held], ReturnReason.STOPPED)
             self.events.enter(PipelineActivity.IDLE)
-            self.standing = None
+            self.current_activity = None
             self._production.end()
 
     def _rest(self) -> None:
@@ -164,13 +164,13 @@ class Pipeline:
         if num_asked := self._partial.num_asked:
             self.events.enter(PipelineActivity.TICKET)
             waits = f"channel B's pipeline asks servers for {num_asked} rollouts"
-            if self.standing is None or self.standing.what != waits:
-                self.standing = Standing(waits)
+            if self.current_activity is None or self.current_activity.what != waits:
+                self.current_activity = CurrentActivity(waits)
         elif self._num_evaluating:
             self.events.enter(PipelineActivity.EVALUATING)
         else:
             self.events.enter(PipelineActivity.IDLE)
-            self.standing = None
+            self.current_activity = None
 
     def _turn(self, timeout_s: float) -> None:
         """Waits for something to end, or to be woken; then goes on with all that has ended.
@@ -392,4 +392,4 @@ class Pipeline:
 
     def _go_on_to(self, activity: PipelineActivity, what: str) -> None:
         self.events.enter(activity)
-        self.standing = Standing(f"channel B's pipeline {what}")
+        self.current_activity = CurrentActivity(f"channel B's pipeline {what}")

@@ -27,7 +27,7 @@ from swift_stage2.checks.packing_isolation import (
 )
 from swift_stage2.checks.samples import RowLengths, check_rows
 from swift_stage2.checks.servers import FoundServers
-from swift_stage2.collectives import ControlGroup, together
+from swift_stage2.collectives import ControlGroup, run_on_all_ranks
 from swift_stage2.config import OnPending, Preprocessing, Stage2Config
 from swift_stage2.config.objective import require_weight
 from swift_stage2.config.rules import find
@@ -177,7 +177,7 @@ def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: Control
             raise DatasetError(
                 f"every rank must {rule}{by_rank} by rank", remedy="give all nodes the same files"
             )
-    together(control, lambda: check_isolation(parts.isolation, packed_loss))
+    run_on_all_ranks(control, lambda: check_isolation(parts.isolation, packed_loss))
 
 
 def check_preprocessing(parts: CheckedParts) -> None:
@@ -270,7 +270,7 @@ def wait_for_servers(
     with going_on("train", what):
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
         while control.broadcast(bool(waiting)):
-            together(control, look if control.rank == 0 else lambda: None)
+            run_on_all_ranks(control, look if control.rank == 0 else lambda: None)
     if found.absent and control.rank == 0:
         warn(
             f"{len(found.absent)} of {num_servers} servers did not answer within {limit} and join when they do: "

@@ -1,6 +1,6 @@
 """The checks of a run that need no template: ``train`` and ``launch`` stop at the first error, ``doctor`` shows all.
 
-A program runs those whose needs it has (``Known``), when it has them. Checks that need the template, the model or
+A program runs those whose needs it has (``CheckStage``), when it has them. Checks that need the template, the model or
 answering servers stand in the other files of this folder; a run's start and the doctor share them as well.
 """
 
@@ -47,7 +47,7 @@ ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class CheckStage:
     """The things that a program has when it asks; a check whose need is not there is left out."""
 
     addresses: bool = False
@@ -128,17 +128,19 @@ def left_out(why: str) -> CheckResult[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One entry: its name in the doctor's table, the field of ``Known`` that it needs, and the work.
+    """One entry: its name in the doctor's table, the field of ``CheckStage`` that it needs, and the work.
 
     ``find`` raises UserError, and returns what is worth a row; None where all is well, or does not apply.
     """
 
     name: str
     needs: str
-    find: Callable[[Stage2Config, Known], CheckResult[None] | None]
+    find: Callable[[Stage2Config, CheckStage], CheckResult[None] | None]
 
 
-def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
+def run_checks(
+    config: Stage2Config, known: CheckStage, tell: Callable[[str], object] = logger.warning
+) -> None:
     """Runs what applies, in order. The first rank tells warnings.
 
     Raises:
@@ -151,7 +153,7 @@ def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object]
             tell(f"{found.found}; {found.fix}")
 
 
-def due_checks(known: Known) -> Iterator[Check]:
+def due_checks(known: CheckStage) -> Iterator[Check]:
     """Entries whose needs are there."""
     for check in CHECKS:
         need = getattr(known, check.needs)
@@ -159,14 +161,14 @@ def due_checks(known: Known) -> Iterator[Check]:
             yield check
 
 
-def _devices(config: Stage2Config, known: Known) -> None:
+def _devices(config: Stage2Config, known: CheckStage) -> None:
     if config.swift.get("use_cpu") is not True:
         kind, num_devices = known.devices or (None, 0)
         require_known_accelerator(kind)
         require_visible_devices(os.environ, num_devices)
 
 
-def _api_key(config: Stage2Config, known: Known) -> CheckResult[None] | None:
+def _api_key(config: Stage2Config, known: CheckStage) -> CheckResult[None] | None:
     """Whether there is a key; never what it is."""
     if not config.b_enabled:
         return None
@@ -185,12 +187,12 @@ def _api_key(config: Stage2Config, known: Known) -> CheckResult[None] | None:
     return ok(f"{name} is not set: right for servers without a key")
 
 
-def _model(config: Stage2Config, known: Known) -> None:
+def _model(config: Stage2Config, known: CheckStage) -> None:
     check_model(config.swift)
     refuse_transposed_experts(config)
 
 
-def _deepspeed(config: Stage2Config, known: Known) -> None:
+def _deepspeed(config: Stage2Config, known: CheckStage) -> None:
     # Else the ranks would learn it once the model is loaded
     if config.swift.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -200,7 +202,7 @@ def _deepspeed(config: Stage2Config, known: Known) -> None:
         )
 
 
-def _resume(config: Stage2Config, known: Known) -> CheckResult[None] | None:
+def _resume(config: Stage2Config, known: CheckStage) -> CheckResult[None] | None:
     """As ``refuse_unsupported`` refuses it, when it would be too late."""
     swift = config.swift
     is_sharded_adapter = swift.get("fsdp") and swift.get("tuner_type", "lora") != "full"
@@ -212,7 +214,7 @@ def _resume(config: Stage2Config, known: Known) -> CheckResult[None] | None:
     )
 
 
-def _plugins(config: Stage2Config, known: Known) -> None:
+def _plugins(config: Stage2Config, known: CheckStage) -> None:
     for place in named_places(config.swift, "external_plugins"):
         if not (plugin := Path(place).expanduser()).is_file():
             raise ConfigError(
@@ -222,7 +224,7 @@ def _plugins(config: Stage2Config, known: Known) -> None:
             )
 
 
-def _disk_directory(config: Stage2Config, known: Known) -> None:
+def _disk_directory(config: Stage2Config, known: CheckStage) -> None:
     directory = config.rollout.sync.disk_directory
     if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
         return
@@ -234,7 +236,7 @@ def _disk_directory(config: Stage2Config, known: Known) -> None:
         )
 
 
-def _data_sets(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _data_sets(config: Stage2Config, known: CheckStage) -> CheckResult[None]:
     text, advice = check_data(config)
     fix = "look at these rows; such rows train as they are"
     return warning(f"{text}; {' | '.join(advice)}", fix) if advice else ok(text)
@@ -307,7 +309,7 @@ def _refuse_faults(argument: str, findings: Findings, options: str) -> None:
     )
 
 
-def _checkpoint_ranks(config: Stage2Config, known: Known) -> None:
+def _checkpoint_ranks(config: Stage2Config, known: CheckStage) -> None:
     for checkpoint in named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []:
         check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
 

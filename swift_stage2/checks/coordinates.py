@@ -33,7 +33,7 @@ from swift_stage2.errors import SampleError
 from swift_stage2.records import Box, Sample, SampleKey, image_paths
 
 if TYPE_CHECKING:
-    from swift_stage2.checks.doctor import Examination
+    from swift_stage2.checks.doctor import CheckRun
     from swift_stage2.checks.preparation import LearnerPreparation
 
 Objects = tuple[tuple[str, Box], ...]
@@ -206,15 +206,15 @@ def _unanswered(sample: Sample, encoder: Encoder) -> AnsweredImage:
 
 
 def examine_answers(
-    exam: Examination,
+    check_run: CheckRun,
     config: Stage2Config,
     route: RouteNow,
     questions: Callable[[], Questions],
     needs: Sequence[CheckResult[Any]],
 ) -> None:
     """The rows of one server."""
-    answered = exam.check("answered rows", lambda: ask_rows(route, questions, config), needs=needs)
-    exam.check("coordinates", lambda: check_coordinates(answered.result), needs=[answered])
+    answered = check_run.check("answered rows", lambda: ask_rows(route, questions, config), needs=needs)
+    check_run.check("coordinates", lambda: check_coordinates(answered.result), needs=[answered])
 
 
 def ask_rows(

@@ -29,7 +29,7 @@ from rich.text import Text
 from swift_stage2.checks.checks import (
     Check,
     CheckResult,
-    Known,
+    CheckStage,
     ValueT,
     Verdict,
     due_checks,
@@ -54,7 +54,7 @@ _SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_fail
 _HIDDEN = "***"
 
 
-class Examination:
+class CheckRun:
     """The rows of one run of the doctor, in order. ``secrets`` are replaced wherever they turn up."""
 
     def __init__(self, *, secrets: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ class Examination:
         return result
 
     def show(
-        self, config: Stage2Config, known: Known, *, needs: Sequence[CheckResult[Any]] = ()
+        self, config: Stage2Config, known: CheckStage, *, needs: Sequence[CheckResult[Any]] = ()
     ) -> dict[str, CheckResult[None]]:
         """The results of the checks whose needs are ``known``, by name. Those with nothing to say have no row."""
         shown = {}
@@ -135,7 +135,7 @@ class Examination:
         return " ".join(text.split())
 
 
-def _look(check: Check, config: Stage2Config, known: Known) -> CheckResult[None]:
+def _look(check: Check, config: Stage2Config, known: CheckStage) -> CheckResult[None]:
     return check.find(config, known) or ok("")
 
 
@@ -183,50 +183,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(options.config)
     data = read_yaml(path)
     quieten_libraries()
-    exam = Examination(secrets=_secrets(data))
+    check_run = CheckRun(secrets=_secrets(data))
     with (
-        going_on("doctor", lambda: exam.now),
+        going_on("doctor", lambda: check_run.now),
         tempfile.TemporaryDirectory(prefix="swift-stage2-doctor-") as scratch,
     ):
-        examine(exam, path, options, Path(scratch))
-    status_code = EXIT_FAILED if exam.num_failed else 0
+        examine(check_run, path, options, Path(scratch))
+    status_code = EXIT_FAILED if check_run.num_failed else 0
     if options.json:
         facts = {"config": options.config, "live": options.live, "exit_status": status_code}
-        rows = [{key: getattr(row, key) for key in _SHOWN_AS_JSON} for row in exam.findings]
+        rows = [{key: getattr(row, key) for key in _SHOWN_AS_JSON} for row in check_run.findings]
         found = {**facts, "findings": rows}
         say(*json.dumps(found, indent=1).splitlines())
         return status_code
-    SafeConsole().print(findings_table(exam.findings))
+    SafeConsole().print(findings_table(check_run.findings))
     return status_code
 
 
-def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> None:
-    exam.begin_section("Configuration")
-    loaded = exam.check("configuration loads", partial(_load, path))
+def examine(check_run: CheckRun, path: Path, options: argparse.Namespace, scratch: Path) -> None:
+    check_run.begin_section("Configuration")
+    loaded = check_run.check("configuration loads", partial(_load, path))
     if not loaded.passed:
         for name in ("model and data", "servers"):
-            exam.check(name, lambda: ok(""), needs=[loaded])
+            check_run.check(name, lambda: ok(""), needs=[loaded])
         return
     config = loaded.result
     learner = config.launch.learner
     ranks_per_node = options.nproc_per_node or learner.nproc_per_node
     num_ranks = learner.nnodes * ranks_per_node
-    exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
+    check_run.show(config, CheckStage(run_directory=True, num_ranks=num_ranks))
     if config.launch.servers or learner.devices:
-        exam.check("devices", lambda: check_devices(config))
+        check_run.check("devices", lambda: check_devices(config))
         _take_learner_device(config)
     from swift_stage2.checks.learner import examine_learner  # loads torch
 
-    prepared, samples = examine_learner(exam, config, scratch, num_ranks)
+    prepared, samples = examine_learner(check_run, config, scratch, num_ranks)
     if not config.b_enabled:
         return
     is_asked = options.live or options.coordinates
-    examine_addresses(exam, config, live=is_asked)
+    examine_addresses(check_run, config, live=is_asked)
     if not is_asked:
         return
     from swift_stage2.checks.live_servers import LiveServers
 
-    servers = LiveServers(exam, config, scratch, prepared, samples, with_round=not options.no_sync)
+    servers = LiveServers(check_run, config, scratch, prepared, samples, with_round=not options.no_sync)
     if not options.live:
         servers.examine_coordinates()
         return
@@ -317,11 +317,13 @@ def check_devices(config: Stage2Config) -> CheckResult[None]:
     return ok(found)
 
 
-def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> None:
+def examine_addresses(check_run: CheckRun, config: Stage2Config, *, live: bool) -> None:
     """The rows of names and ports; ports of the servers that this launch would start."""
-    exam.begin_section("Addresses")
+    check_run.begin_section("Addresses")
     servers = config.rollout.servers
     launched = [
         index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
     ]
-    exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
+    check_run.show(
+        config, CheckStage(addresses=True, starts_learner=not live, started_servers=launched or None)
+    )

@@ -12,13 +12,13 @@ import torch
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
-from swift_stage2.checks.checks import CheckResult, Known, left_out, ok, warning
+from swift_stage2.checks.checks import CheckResult, CheckStage, left_out, ok, warning
 from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
 from swift_stage2.config import Stage2Config
 from swift_stage2.runtime.memory import available_memory_bytes
 
 if TYPE_CHECKING:
-    from swift_stage2.checks.doctor import Examination
+    from swift_stage2.checks.doctor import CheckRun
     from swift_stage2.checks.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
@@ -26,31 +26,31 @@ _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two mom
 
 
 def examine_learner(
-    exam: Examination, config: Stage2Config, scratch: Path, num_ranks: int
+    check_run: CheckRun, config: Stage2Config, scratch: Path, num_ranks: int
 ) -> tuple[CheckResult[LearnerPreparation], CheckResult[CheckedRows]]:
     """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
-    exam.begin_section("Model and data")
+    check_run.begin_section("Model and data")
     found = torch.accelerator.current_accelerator(check_available=True)
     devices = (found.type if found else None, torch.cuda.device_count())
-    rows = exam.show(config, Known(devices=devices, files=True, rows=True))
+    rows = check_run.show(config, CheckStage(devices=devices, files=True, rows=True))
     checkpoint, rows_checked = rows["model directory"], rows["data sets"]
-    prepared = exam.check(
+    prepared = check_run.check(
         "template",
         lambda: _prepare(config, scratch),
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
-    exam.check("memory", lambda: check_memory(config, prepared.result, num_ranks), needs=[prepared])
+    check_run.check("memory", lambda: check_memory(config, prepared.result, num_ranks), needs=[prepared])
     if not config.b_enabled:
-        return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
-    samples = exam.check(
+        return prepared, check_run.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
+    samples = check_run.check(
         "samples",
         lambda: _check_samples(config, prepared.result),
         needs=[prepared, rows_checked],
         fix="mend the data set, or section swift",
     )
-    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
-    exam.check(
+    check_run.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    check_run.check(
         "step sizes",
         lambda: check_step_sizes(
             config, samples.result, prepared.result.gradient_accumulation_steps, num_ranks
@@ -59,7 +59,7 @@ def examine_learner(
     )
     if config.stage2_ab.evaluation.every_steps:
         num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
-        exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
+        check_run.show(config, CheckStage(num_validation_rows=num_rows), needs=[prepared, rows_checked])
     return prepared, samples
 
 

@@ -40,11 +40,11 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher_process import ProcessPublisher
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
 
 if TYPE_CHECKING:
-    from swift_stage2.checks.doctor import Examination
+    from swift_stage2.checks.doctor import CheckRun
 
 _NUM_PROMPTS = 3
 _LOOK_TIMEOUT_S = 10.0
@@ -55,7 +55,7 @@ _MIB = 1 << 20
 class LiveServers:
     """The running servers of one configuration."""
 
-    exam: Examination
+    check_run: CheckRun
     config: Stage2Config
     scratch: Path
     prepared: CheckResult[LearnerPreparation]
@@ -68,21 +68,23 @@ class LiveServers:
     def infos(self) -> list[CheckResult[ServerInfo]]:
         """Who answers, a row for each server."""
         return [
-            self.exam.check(f"server {index}", partial(check_identity, server.base_url, self.config))
+            self.check_run.check(f"server {index}", partial(check_identity, server.base_url, self.config))
             for index, server in enumerate(self.config.rollout.servers)
         ]
 
     def examine(self) -> None:
         """One section of rows for every server."""
         anybody = next((info for info in self.infos if info.passed), self.infos[0])
-        self.exam.begin_section("Learner's weights")
-        module = self.exam.check(
+        self.check_run.begin_section("Learner's weights")
+        module = self.check_run.check(
             "model",
             self._load,
             needs=[self.prepared, anybody],
             fix="mend section swift, or free memory for the model",
         )
-        sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
+        sync = self.check_run.check(
+            "canary", lambda: self._make_sync(module.result), needs=[module, self.samples]
+        )
         for index, session, route in self._servers():
             self._examine_server(index, session, route, sync)
         if sync.passed:
@@ -98,12 +100,12 @@ class LiveServers:
         return prepare_questions(self.prepared.result, self.config)
 
     def _examine_answers(self, route: RouteNow, *needs: CheckResult[Any]) -> None:
-        examine_answers(self.exam, self.config, route, lambda: self._questions, [*needs, self.prepared])
+        examine_answers(self.check_run, self.config, route, lambda: self._questions, [*needs, self.prepared])
 
     def _servers(self) -> Iterator[tuple[int, ServerSession, RouteNow]]:
         key = self.config.rollout.api_key()
         for index, server in enumerate(self.config.rollout.servers):
-            self.exam.begin_section(f"Server {index}: {server.base_url}")
+            self.check_run.begin_section(f"Server {index}: {server.base_url}")
             with ServerSession(server.base_url, key) as session:
                 yield index, session, route_of(session, key)
 
@@ -114,7 +116,7 @@ class LiveServers:
         route: RouteNow,
         sync: CheckResult[WaitedUpdates],
     ) -> None:
-        check, samples, config = self.exam.check, self.samples, self.config
+        check, samples, config = self.check_run.check, self.samples, self.config
         timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
         info = self.infos[index]
         # One that is unproven answers nothing else before a round.
@@ -155,8 +157,8 @@ class LiveServers:
         *needs: CheckResult[Any],
     ) -> CheckResult[Any]:
         if not self.with_round:
-            return self.exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
-        return self.exam.check(
+            return self.check_run.check("dry sync round", lambda: left_out("left out by --no-sync"))
+        return self.check_run.check(
             "dry sync round",
             lambda: check_round(sync.result, index, session, info.result),
             needs=[info, sync, *needs],
@@ -165,10 +167,12 @@ class LiveServers:
 
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
         """Whether these servers, as timed, can feed channel B."""
-        self.exam.begin_section("Feeding channel B")
+        self.check_run.begin_section("Feeding channel B")
         asked: list[CheckResult[Any]] = [self.samples, *self.calls]
-        self.exam.check("rate", lambda: check_rate(self._feeding(num_ranks), step_s), needs=asked)
-        self.exam.check("settings", lambda: check_settings(self._feeding(num_ranks), step_s), needs=asked)
+        self.check_run.check("rate", lambda: check_rate(self._feeding(num_ranks), step_s), needs=asked)
+        self.check_run.check(
+            "settings", lambda: check_settings(self._feeding(num_ranks), step_s), needs=asked
+        )
 
     def _feeding(self, num_ranks: int) -> Feeding:
         config, channel_b = self.config, self.config.stage2_ab.channel_b
@@ -185,7 +189,7 @@ class LiveServers:
             samples_per_pack=self.samples.result.lengths.samples_per_pack(channel_b.packing.packing_length),
             batch_s=max(call.seconds for call in full),
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
-            rounds_are_staged=config.stage2_ab.mode is Mode.ASYNC
+            versions_are_staged=config.stage2_ab.mode is Mode.ASYNC
             and not any(info.result.stock for info in self.infos),
         )
 

@@ -250,7 +250,7 @@ class Feeding:
     """``max_inflight_per_server`` rollouts at once on the slowest server."""
     rollouts_per_s: float
     """All servers together, every slot in use."""
-    rounds_are_staged: bool = False
+    versions_are_staged: bool = False
     """True if every server stages: it answers while weights travel, and installs them between two POSTs."""
 
     @property
@@ -281,7 +281,7 @@ class Feeding:
     def versions_passed(self, step_s: float) -> int:
         """Versions that pass while packs are made: of staged rounds one for each POST at most."""
         by_steps = math.ceil(self.production(step_s) / self.sync_every_steps)
-        return min(by_steps, self.posts_per_production) if self.rounds_are_staged else by_steps
+        return min(by_steps, self.posts_per_production) if self.versions_are_staged else by_steps
 
     def load(self, step_s: float) -> float:
         """Need over what the servers can give; above 1 they cannot keep up."""

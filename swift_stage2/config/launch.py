@@ -165,7 +165,7 @@ UTILIZATION = "vllm_gpu_memory_utilization"
 """Argument of a server on vLLM: the part of each of its devices that it takes."""
 
 
-class Placement(NamedTuple):
+class DeviceAssignment(NamedTuple):
     """The devices of one process. Devices are numbered host by host."""
 
     server: int | None
@@ -178,14 +178,14 @@ class Placement(NamedTuple):
         return "learner" if self.server is None else f"servers[{self.server}]"
 
 
-def check_devices(launch: LaunchConfig, placements: Iterable[Placement]) -> None:
+def check_devices(launch: LaunchConfig, placements: Iterable[DeviceAssignment]) -> None:
     """Checks that each process may have the devices it names.
 
     Raises:
         ConfigError: two share one without ``launch.share_devices``, the parts of a shared one are not stated or too
             much together, or a stock server is on rank 0's, where NCCL cannot reach it.
     """
-    users: dict[tuple[str, int | str], list[Placement]] = {}
+    users: dict[tuple[str, int | str], list[DeviceAssignment]] = {}
     for placement in placements:
         for device in placement.devices:
             users.setdefault((placement.host, device), []).append(placement)
@@ -206,7 +206,9 @@ def even_share(num_users: int) -> float:
     return int(100 / num_users + 1e-6) / 100
 
 
-def _refuse_stock_beside_rank_0(launch: LaunchConfig, device: int | str, who: Sequence[Placement]) -> None:
+def _refuse_stock_beside_rank_0(
+    launch: LaunchConfig, device: int | str, who: Sequence[DeviceAssignment]
+) -> None:
     has_rank_0 = any(each.server is None and each.devices[0] == device for each in who)
     for each in who if has_rank_0 else ():
         if each.server is not None and launch.servers[each.server].engine is ServerEngine.SWIFT:
@@ -218,7 +220,7 @@ def _refuse_stock_beside_rank_0(launch: LaunchConfig, device: int | str, who: Se
             )
 
 
-def _check_shares(launch: LaunchConfig, device: int | str, who: Sequence[Placement]) -> None:
+def _check_shares(launch: LaunchConfig, device: int | str, who: Sequence[DeviceAssignment]) -> None:
     servers = [launch.servers[each.server] for each in who if each.server is not None]
     shares: list[Any] = []
     for server in servers:

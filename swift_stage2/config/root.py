@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config.binding import bind
-from swift_stage2.config.launch import LaunchConfig, Placement, ServerEngine, check_devices
+from swift_stage2.config.launch import DeviceAssignment, LaunchConfig, ServerEngine, check_devices
 from swift_stage2.config.objective import check_objective
 from swift_stage2.config.rollout import ROUND_MARGIN_S, OnPending, RolloutConfig, Transport
 from swift_stage2.config.rules import Positive, Whole, find
@@ -250,10 +250,10 @@ class Stage2Config:
         hosts = [server.host for server in self.rollout.servers]
         on_hosts = ["" if is_loopback(host) else host for host in hosts[:started]]
         placements = [
-            Placement(index, host, process.devices)
+            DeviceAssignment(index, host, process.devices)
             for index, (process, host) in enumerate(zip(self.launch.servers, on_hosts, strict=True))
         ]
-        check_devices(self.launch, [Placement(None, "", self.launch.learner.devices), *placements])
+        check_devices(self.launch, [DeviceAssignment(None, "", self.launch.learner.devices), *placements])
         for index, process in enumerate(self.launch.servers):
             for key, value, such, other in needs if process.engine is ServerEngine.SWIFT else ():
                 raise ConfigError(

@@ -32,7 +32,7 @@ from swift_stage2.report.command import main as report
 from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.output import SafeConsole, print_error
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.run_directory import claim_directory
+from swift_stage2.runtime.run_directory import make_directory
 from swift_stage2.runtime.supervisor import Command, StopSignals
 from swift_stage2.telemetry.summary import RunSummary, summarise
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     started = time.monotonic()
     server_entry(ServerEngine(arguments.engine))  # what is not installed is told before anything is written
-    directory = claim_directory(arguments.output, keep=arguments.keep)
+    directory = make_directory(arguments.output, keep=arguments.keep)
     _say(f"writing scenes and configuration to {directory}")
     job = DemoJob(
         directory=directory,

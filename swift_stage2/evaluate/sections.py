@@ -14,8 +14,8 @@ from swift_stage2.report.content import (
     Sentence,
     Table,
     Tone,
+    format_number,
     headline,
-    number,
 )
 from swift_stage2.report.quality import COLOURS, picture_of
 
@@ -73,7 +73,7 @@ def evaluation_sections(
         if name in points
     )
     lost = tuple(
-        (meaning, number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
+        (meaning, format_number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
         for name, meaning in ERRORS.items()
     )
     table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
@@ -142,7 +142,7 @@ def _parts(kind: str, scores: DetectionScores, points: Values, bounds: Intervals
             _value(points, f"{kind}/{name}/{each}")
             for each in (*_RATIOS, *(["ap"] if kind == "class" else []))
         )
-        sizes = number(counts[name].true), number(counts[name].predicted)
+        sizes = format_number(counts[name].true), format_number(counts[name].predicted)
         rows.append((name, *sizes, *values, _interval(bounds.get(f"{kind}/{name}/f1"))))
     ap = ("AP",) if kind == "class" else ()
     headings = (
@@ -185,7 +185,9 @@ def worst_images(
         texts = (("Answer", answer), ("Truth", _listed(truth)))
         facts = (end, f"row {row.number} of the data")
         pictures.append(picture_of(Drawing(truth, predicted, matched), row.image, facts, texts))
-    shown = f"{number(len(pictures))} of {number(len(rows))} images, those with the most objects "
+    shown = (
+        f"{format_number(len(pictures))} of {format_number(len(rows))} images, those with the most objects "
+    )
     return Gallery(f"{shown}missed or invented first. {COLOURS}", tuple(pictures))
 
 

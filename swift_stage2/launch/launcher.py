@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.checks.checks import Known, run_checks
+from swift_stage2.checks.checks import CheckStage, run_checks
 from swift_stage2.config import load_config
 from swift_stage2.data.files import local_files
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
@@ -22,7 +22,7 @@ from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.runtime.checkpoints import checkpoints_in
 from swift_stage2.runtime.network import is_here
 from swift_stage2.runtime.output import going_on, print_error
-from swift_stage2.runtime.run_directory import hold_run_directory, resumed
+from swift_stage2.runtime.run_directory import resumed, run_lock
 from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 
 _NO_SERVER_LEFT = 1
@@ -71,7 +71,7 @@ def launch(
         node_rank=node_rank,
         is_here=is_here if part is LaunchPart.SERVERS else None,
     )
-    run_checks(config, Known(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
+    run_checks(config, CheckStage(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
     where = f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}"
     if part is LaunchPart.SERVERS:
         if not plan.servers:
@@ -82,17 +82,17 @@ def launch(
                 remedy="write an address or name of this machine into rollout.servers[].base_url, and "
                 "an entry for it into launch.servers",
             )
-        run_checks(config, Known(started_servers=plan.server_indices))
+        run_checks(config, CheckStage(started_servers=plan.server_indices))
         show(where)
         return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
     with going_on("launch", "checking the data set", lambda text: show(f"[launch] {text}")):
-        run_checks(config, Known(starts_learner=True, files=True, rows=True))
+        run_checks(config, CheckStage(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
     role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
-    with hold_run_directory(output_dir, role):
+    with run_lock(output_dir, role):
         config, notes = resumed(config) if resume else (config, ())
         num_ranks = config.launch.learner.nnodes * (nproc_per_node or config.launch.learner.nproc_per_node)
-        held = Known(run_directory=not resume, num_ranks=num_ranks, started_servers=plan.server_indices)
+        held = CheckStage(run_directory=not resume, num_ranks=num_ranks, started_servers=plan.server_indices)
         run_checks(config, held)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *notes):
             show(f"[launch] {note}")

@@ -16,7 +16,7 @@ from swift_stage2.config import (
     ServerProcess,
     Stage2Config,
 )
-from swift_stage2.config.launch import Placement, check_devices
+from swift_stage2.config.launch import DeviceAssignment, check_devices
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.environment import select_devices
@@ -151,10 +151,10 @@ def plan_launch(
     ranks = None
     if part is not LaunchPart.SERVERS:
         ranks = _plan_learner(learner, name, words, rank or 0, outer, status_file)
-    placements = [Placement(None, "", devices_of(ranks))] if ranks else []
+    placements = [DeviceAssignment(None, "", devices_of(ranks))] if ranks else []
     for server in servers:
         place = "" if part is LaunchPart.ALL else server.address.host
-        placements.append(Placement(server.index, place, devices_of(server.command)))
+        placements.append(DeviceAssignment(server.index, place, devices_of(server.command)))
     check_devices(config.launch, placements)  # again: a number and a name may be one device here
     return LaunchPlan(servers, ranks, log_dir, status_file, config.launch.restart)
 

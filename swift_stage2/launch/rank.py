@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from swift_stage2.checks.checks import Known, run_checks
+from swift_stage2.checks.checks import CheckStage, run_checks
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ChannelBStarved, UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.runtime.output import going_on, print_error, say
-from swift_stage2.runtime.run_directory import hold_run_directory, resumed, written_directory
+from swift_stage2.runtime.run_directory import resumed, run_lock, written_directory
 
 _FAILED = 1
 _ROOM_BYTES = 4096
@@ -89,9 +89,9 @@ def train_rank(config: Stage2Config, *, resume: bool) -> int:
     rank = os.environ.get("RANK", "0")
     with ExitStack() as held:
         if rank == "0" and (run_dir := written_directory(config.swift)) is not None:
-            held.enter_context(hold_run_directory(run_dir))
+            held.enter_context(run_lock(run_dir))
         config, notes = resumed(config) if resume else (config, ())
-        run_checks(config, Known(run_directory=not resume))  # a resume has seen what is there
+        run_checks(config, CheckStage(run_directory=not resume))  # a resume has seen what is there
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in (*(f"warning: {warning}" for warning in config.warnings), *notes):
                 say(f"swift-stage2 train: {note}", is_error=True)

@@ -36,7 +36,7 @@ from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.event_log import unwritten
 from swift_stage2.telemetry.events import Checkpoint, Step
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.weights.updates import UpdateNews
+from swift_stage2.weights.updates import WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class Learner:
 
     def _agree(
         self, step: int, reservation: Reservation | None = None, *, stops: bool = False
-    ) -> tuple[GateOutcome, UpdateNews | None]:
+    ) -> tuple[GateOutcome, WeightUpdate | None]:
         """One agreement of all ranks, with what rank 0 tells beside it. If it raises, nothing reserved was trained."""
         facts = RankFacts(
             not_reserved=reservation is None,
@@ -275,7 +275,7 @@ class Learner:
         own = b.updates.facts(step)
         return replace(
             facts,
-            update_news=own.has_news,
+            update_news=own.has_update,
             publishing=own.publishing,
             server_waits=own.server_waits,
             servers_proven=own.proven,
@@ -330,9 +330,9 @@ class Learner:
             step=step,
             current_version=b.clock.current,
             begun_step=begun_step if begun_step is not None else step,
-            round_pending=versions.holds_production,
-            round_in_transfer=versions.awaits_version,
-            rounds_are_staged=versions.are_staged,
+            version_pending=versions.holds_production,
+            version_in_transfer=versions.awaits_version,
+            versions_are_staged=versions.are_staged,
             slowest_pace=slowest_pace,
             missed_in_a_row=self._missed_in_a_row,
         )
@@ -357,8 +357,8 @@ class Learner:
             plan_seconds=plan_seconds,
             queue_depth=b.queue.depth if b else 0,
             infer_in_flight=b.client.in_flight if b else 0,
-            round_pending=self._versions.is_pending if self._versions else False,
-            round_in_transfer=self._versions.is_publishing if self._versions else False,
+            version_pending=self._versions.is_pending if self._versions else False,
+            version_in_transfer=self._versions.is_publishing if self._versions else False,
         )
 
     def _raise_failures(self, outcome: GateOutcome) -> None:
@@ -384,7 +384,7 @@ class Learner:
             return
         if found.is_past_grace and self.fail_when_starved:
             raise ChannelBStarved(found.cause)
-        cause, stands = found.cause, self.channel_b.pipeline.standing
+        cause, stands = found.cause, self.channel_b.pipeline.current_activity
         # A server that hangs is no fault until its request's deadline: so say what has been waited for until now.
         if stands is not None and (seconds := time.monotonic() - stands.since_s) >= _LONG_S:
             cause += f"; {stands.what} for {seconds:.0f} s"

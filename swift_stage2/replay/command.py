@@ -19,7 +19,7 @@ from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_comm
 from swift_stage2.launch.rank import as_rank, end_left_in
 from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.run_directory import claim_directory
+from swift_stage2.runtime.run_directory import make_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def _be_rank(run_dir: Path, output: Path) -> int:
 
 
 def _start_ranks(recorded: RecordedRun, output: Path) -> int:
-    claim_directory(output, keep=False)
+    make_directory(output, keep=False)
     logs = output / "logs"
     status_file = logs / "replay.exit_status"
     outer = {name: text for name, text in without_rank(os.environ).items() if name not in ENVIRONMENT_NAMES}

@@ -22,7 +22,7 @@ from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.checks.channel_b_parts import make_task
 from swift_stage2.checks.samples import usable_samples
-from swift_stage2.collectives import ControlGroup, join_control_group, leave_job, together
+from swift_stage2.collectives import ControlGroup, join_control_group, leave_job, run_on_all_ranks
 from swift_stage2.compat import surroundings
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
@@ -118,7 +118,7 @@ class ReplayedLearner(Decider):
         """
         started = time.perf_counter()
         recorded = self._steps[step]
-        packs = together(self._control, lambda: self._make(recorded))
+        packs = run_on_all_ranks(self._control, lambda: self._make(recorded))
         plan = StepPlan(recorded.channel)
         self._events.record_step(
             Step.planned(
@@ -128,7 +128,7 @@ class ReplayedLearner(Decider):
                 recorded.version,
                 queue_depth=0,
                 infer_in_flight=0,
-                round_pending=False,
+                version_pending=False,
                 plan_seconds=time.perf_counter() - started,
             )
         )
@@ -247,7 +247,7 @@ def _start_replay(
         (sample,) = usable_samples(given.rows, 0, encoder, task, 1, usable)
         return PackMaker(given.rows, encoder, task.learn(given.rows, sample, encoder))
 
-    maker = together(control, make_maker) if config.b_enabled else None
+    maker = run_on_all_ranks(control, make_maker) if config.b_enabled else None
     learners.append(
         ReplayedLearner(recorded.steps[control.rank], maker=maker, control=control, events=telemetry)
     )

@@ -18,7 +18,7 @@ from swift_stage2.report.content import (
     PageContent,
     Section,
     filled,
-    number,
+    format_number,
     page_of,
     terminal_report,
 )
@@ -90,7 +90,7 @@ def state_of(run: RunData) -> str:
     steps = [step.time for step in run.first.steps.values()]
     lasted = f", {max(steps) - min(steps):,.0f} s from first to last step" if steps else ""
     ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''}"
-    return f"{ranks}, {number(len(steps))} steps{lasted}; {end}"
+    return f"{ranks}, {format_number(len(steps))} steps{lasted}; {end}"
 
 
 _PAGE = "report.html"

@@ -84,14 +84,14 @@ def headline(rows: tuple[tuple[str, str, str], ...]) -> Table:
     return Table("", ("what", "value", "meaning"), rows, ends_in_words=True, is_headline=True)
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """As many digits as a reader needs; a dash for none."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Seconds with their unit, three digits of them."""
     if value >= 1000:
         return f"{value:,.0f} s"
@@ -102,7 +102,7 @@ def pairs(title: str, rows: Mapping[str, str], headings: tuple[str, str] = ("wha
     return Table(title, headings, tuple(rows.items()))
 
 
-def share(part: float, whole: float) -> str:
+def format_share(part: float, whole: float) -> str:
     """A percentage in brackets; nothing of nothing."""
     return f" ({part / whole:.0%})" if whole else ""
 

@@ -31,7 +31,7 @@ from swift_stage2.report.content import (
     Sentence,
     Table,
     filled,
-    number,
+    format_number,
     pairs,
 )
 from swift_stage2.report.run_data import RunData
@@ -100,8 +100,8 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     )
     rows = tuple(
         (
-            number(each.step),
-            number(len(each.rows)),
+            format_number(each.step),
+            format_number(len(each.rows)),
             *(f"{values[name]:.3f}" if name in values else "–" for name in _MEASURES),
         )
         for each, values in zip(shown, points, strict=True)
@@ -127,7 +127,9 @@ COLOURS = "Blue: true; orange: missed; green: predicted, with its closeness to w
 def gallery_of(matches: Sequence[RankMatch]) -> Gallery:
     """The newest of the ``matches``, which are by time. Opens their images."""
     newest = matches[: -_MOST_PICTURES - 1 : -1]
-    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first. {COLOURS}"
+    told = (
+        f"{format_number(len(newest))} of {format_number(len(matches))} matches, the newest first. {COLOURS}"
+    )
     return Gallery(told, tuple(_picture(*each) for each in newest))
 
 
@@ -192,10 +194,10 @@ def quality_section(run: RunData, summary: RunSummary) -> Section:
 def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:
     rows = tuple(
         (
-            number(each.begun_step),
-            number(each.version),
+            format_number(each.begun_step),
+            format_number(each.version),
             f"{each.counts.num_answered} of {each.counts.num_wanted}",
-            *(number(each.ratios.get(measure)) for measure in measures),
+            *(format_number(each.ratios.get(measure)) for measure in measures),
             each.end,
         )
         for each in evaluations[-_MOST_SHOWN:]
@@ -314,7 +316,7 @@ def suspects_section(suspects: Sequence[Suspect]) -> Section:
         for each in suspects[:_MOST_SUSPECTS]
     )
     table = Table(
-        f"The strongest {number(len(rows))} of {number(len(suspects))}",
+        f"The strongest {format_number(len(rows))} of {format_number(len(suspects))}",
         ("row", "label", "suspect", "box", "strength", "image"),
         rows,
         ends_in_words=True,

@@ -13,10 +13,10 @@ from swift_stage2.report.content import (
     Table,
     Tone,
     filled,
-    number,
+    format_number,
+    format_seconds,
+    format_share,
     pairs,
-    seconds,
-    share,
 )
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.account import RankAccount, RunAccount
@@ -30,16 +30,16 @@ from swift_stage2.telemetry.timing import in_seconds
 
 def steps_section(summary: RunSummary) -> Section:
     rows = {
-        "optimizer steps": number(summary.num_steps),
-        "B wanted": number(summary.num_b_wanted),
-        "B run": f"{summary.num_b_run}{share(summary.num_b_run, summary.num_b_wanted)}",
-        "B skipped": number(sum(summary.skips.values())),
-        **{f"B skipped: {why}": number(count) for why, count in summary.skips.items()},
+        "optimizer steps": format_number(summary.num_steps),
+        "B wanted": format_number(summary.num_b_wanted),
+        "B run": f"{summary.num_b_run}{format_share(summary.num_b_run, summary.num_b_wanted)}",
+        "B skipped": format_number(sum(summary.skips.values())),
+        **{f"B skipped: {why}": format_number(count) for why, count in summary.skips.items()},
     }
     parts: list[Part] = [pairs("Steps", rows)]
     if differing := summary.num_disagreements:
         parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
-    drops = {name: number(total) for name, total in summary.drops.items()}
+    drops = {name: format_number(total) for name, total in summary.drops.items()}
     parts.append(pairs("Dropped, over all ranks", drops))
     return Section("steps", "What was wanted and what ran", filled(parts))
 
@@ -47,12 +47,19 @@ def steps_section(summary: RunSummary) -> Section:
 def _rounds(summary: RunSummary) -> Table | None:
     if not summary.num_rounds_committed + summary.num_rounds_failed:
         return None
-    facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
+    facts = {
+        "committed": format_number(summary.num_rounds_committed),
+        "failed": format_number(summary.num_rounds_failed),
+    }
     if summary.num_caught_up:
-        facts["servers caught up between rounds"] = number(summary.num_caught_up)
-    facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
-    facts |= {f"weights carried by {name}": number(count) for name, count in summary.transports.items()}
-    facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
+        facts["servers caught up between rounds"] = format_number(summary.num_caught_up)
+    facts |= {f"servers proven by {proof}": format_number(count) for proof, count in summary.proofs.items()}
+    facts |= {
+        f"weights carried by {name}": format_number(count) for name, count in summary.transports.items()
+    }
+    facts |= {
+        f"server failed: {error}": format_number(count) for error, count in summary.server_errors.items()
+    }
     return pairs("Sync rounds", facts)
 
 
@@ -63,10 +70,10 @@ def queue_section(run: RunData, summary: RunSummary) -> Section:
         min(rank.steps[step].queue_depth for rank in run.ranks if step in rank.steps)
         for step in run.first.steps
     ]
-    packs = {"most that it holds": number(limit)}
+    packs = {"most that it holds": format_number(limit)}
     if depths:
-        packs |= {"median": number(statistics.median(depths)), "least": number(min(depths))}
-    lags = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+        packs |= {"median": format_number(statistics.median(depths)), "least": format_number(min(depths))}
+    lags = {str(lag): format_number(count) for lag, count in summary.lag_counts.items()}
     parts = filled(
         [
             pairs("Ready packs of the rank with fewest", packs) if limit else None,
@@ -93,7 +100,7 @@ def _activities(title: str, spent: Mapping[int, Mapping[str, float]]) -> Table:
     rows = []
     for rank, each in spent.items():
         total = sum(each.values())
-        values = (f"{each.get(name, 0):.2f}{share(each.get(name, 0), total)}" for name in names)
+        values = (f"{each.get(name, 0):.2f}{format_share(each.get(name, 0), total)}" for name in names)
         rows.append((str(rank), *values, f"{total:.2f}"))
     return Table(title, ("rank", *names, "all"), tuple(rows))
 
@@ -108,7 +115,11 @@ def _by_phase(summary: RunSummary) -> Table:
     if summary.round_seconds:
         spent_s["whole round"] = summary.round_seconds
     rows = tuple(
-        (phase, number(len(spent)), *map(seconds, (statistics.median(spent), max(spent), sum(spent))))
+        (
+            phase,
+            format_number(len(spent)),
+            *map(format_seconds, (statistics.median(spent), max(spent), sum(spent))),
+        )
         for phase, spent in spent_s.items()
     )
     return Table("Seconds by phase", ("phase", "times", "median", "longest", "total"), rows)

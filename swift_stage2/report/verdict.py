@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 
 from swift_stage2.config.stage2_ab import sustained
-from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, headline, seconds
+from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, format_seconds, headline
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import Start, Step
@@ -172,7 +172,7 @@ def trained_steps(rank: RankEvents, until: float = math.inf) -> list[TrainedStep
             is_quiet=not (
                 mine.infer_in_flight
                 or following.infer_in_flight
-                or mine.round_in_transfer
+                or mine.version_in_transfer
                 or _spent(following, Activity.SYNCING)
             ),
         )
@@ -232,12 +232,12 @@ def _headline(speed: Speed, summary: RunSummary) -> Table:
 
 def _sums(speed: Speed) -> Table:
     facts = speed.facts
-    work = ", ".join(f"{name} {seconds(spent)}" for name, spent in speed.working_s.items())
+    work = ", ".join(f"{name} {format_seconds(spent)}" for name, spent in speed.working_s.items())
     rows = [
         (
             f"{pace.channel} steps",
-            seconds(pace.num_steps * pace.quiet_s),
-            f"{pace.num_steps} × {seconds(pace.quiet_s)}, the "
+            format_seconds(pace.num_steps * pace.quiet_s),
+            f"{pace.num_steps} × {format_seconds(pace.quiet_s)}, the "
             + (
                 f"lower quartile of all: fewer than {FEWEST_QUIET} steps were quiet"
                 if pace.is_estimate
@@ -247,12 +247,12 @@ def _sums(speed: Speed) -> Table:
         for pace in speed.paces
     ]
     rows += [
-        ("S, steps", seconds(speed.steps_s), "the sum of these"),
-        ("R, sync rounds", seconds(speed.rounds_s), "the main thread in rounds"),
-        ("P, rollouts", seconds(speed.rollouts_s), f"{work}; for the packs that were trained"),
-        ("inline", seconds(facts["inline_s"]), "S + R + P: one after another"),
-        ("ideal", seconds(facts["ideal_s"]), "max(S + R, P): side by side without loss"),
-        ("W, measured", seconds(speed.wall_s), "steps and rounds as they were"),
+        ("S, steps", format_seconds(speed.steps_s), "the sum of these"),
+        ("R, sync rounds", format_seconds(speed.rounds_s), "the main thread in rounds"),
+        ("P, rollouts", format_seconds(speed.rollouts_s), f"{work}; for the packs that were trained"),
+        ("inline", format_seconds(facts["inline_s"]), "S + R + P: one after another"),
+        ("ideal", format_seconds(facts["ideal_s"]), "max(S + R, P): side by side without loss"),
+        ("W, measured", format_seconds(speed.wall_s), "steps and rounds as they were"),
         ("speed-up", f"{facts['speed_up']:.2f} ×", "inline / W"),
         ("bound", f"{facts['bound']:.2f} ×", "inline / ideal"),
         ("reached", f"{facts['fraction']:.1%}", "speed-up / bound = ideal / W"),
@@ -279,8 +279,8 @@ def bottlenecks(speed: Speed | None, summary: RunSummary) -> Iterator[str]:
             if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
                 yield (
                     f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
-                    f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
-                    "own."
+                    f"{format_seconds(pace.busy_s)} against {format_seconds(pace.quiet_s)}. "
+                    "Give servers and learner cores of their own."
                 )
     if not is_lost:
         yield from _missing_packs(summary)
@@ -290,19 +290,19 @@ def bottlenecks(speed: Speed | None, summary: RunSummary) -> Iterator[str]:
 
 
 def _binding(speed: Speed) -> str:
-    learner, rollouts = seconds(speed.learner_s), seconds(speed.rollouts_s)
+    learner, rollouts = format_seconds(speed.learner_s), format_seconds(speed.rollouts_s)
     if speed.learner_binds:
         return f"The learner binds: its steps and rounds need {learner}, the rollouts {rollouts}."
     asking = speed.working_s["asking"]
     if asking >= speed.rollouts_s - asking:
         return (
-            f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
-            f"needs {learner}; more servers would shorten the asking."
+            f"The rollouts bind: asking the servers takes {format_seconds(asking)} of the pipeline's {rollouts}, "
+            f"the learner needs {learner}; more servers would shorten the asking."
         )
     spent, name = max((spent, name) for name, spent in speed.working_s.items() if name != "asking")
     return (
-        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes {seconds(spent)}; the "
-        f"learner needs {learner}."
+        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes {format_seconds(spent)}; "
+        f"the learner needs {learner}."
     )
 
 
@@ -321,7 +321,7 @@ def _b_ratio(speed: Speed, summary: RunSummary) -> str:
         return ""
     return (
         f" The rollouts sustain stage2_ab.schedule.b_ratio {'up to ' * upwards}{ratio:g}: {summary.num_b_run} of "
-        f"{summary.num_steps} steps × {seconds(speed.learner_s)} / {seconds(speed.rollouts_s)}."
+        f"{summary.num_steps} steps × {format_seconds(speed.learner_s)} / {format_seconds(speed.rollouts_s)}."
     )
 
 

@@ -93,7 +93,7 @@ class GenerationJob:
         )
 
 
-def let_go_of_frames(error: BaseException | None) -> None:
+def clear_traceback(error: BaseException | None) -> None:
     """A failure's frames hold pictures or weights, and what holds the failure: a ring that only the collector opens."""
     seen: set[int] = set()  # an exception may be its own cause
     while error is not None and id(error) not in seen:
@@ -278,7 +278,7 @@ class Engine(ABC):
     def _fail(self, job: GenerationJob, error: Exception) -> None:
         """Fails the job, unless it has ended."""
         self._open.discard(job)
-        let_go_of_frames(error)
+        clear_traceback(error)
         with suppress(InvalidStateError):
             job.future.set_exception(error)
 

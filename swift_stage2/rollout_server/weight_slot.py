@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from swift_stage2.errors import EngineUnavailable, InstallFailed, ProtocolError, WeightsRefused
-from swift_stage2.rollout_server.engine import Engine, WeightStamp, let_go_of_frames
+from swift_stage2.rollout_server.engine import Engine, WeightStamp, clear_traceback
 from swift_stage2.rollout_server.weight_source import (
     DiskFile,
     WeightSource,
@@ -183,7 +183,7 @@ class WeightSlot:
             return self._install(offered, wanted, end, given_up)
         except Exception as error:
             _log.warning("version %d of run %s: %s", wanted.version, wanted.run_id, error)
-            let_go_of_frames(error)  # they hold a learner's memory
+            clear_traceback(error)  # they hold a learner's memory
             raise
         finally:
             with self._changed:

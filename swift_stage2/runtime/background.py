@@ -116,7 +116,7 @@ class BackgroundFailures:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CurrentActivity:
     """What a thread is at; replaced by another whenever it goes on to the next thing."""
 
     what: str

@@ -121,7 +121,7 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
     return Path(str(place)).expanduser().absolute()
 
 
-def claim_directory(path: Path, *, keep: bool) -> Path:
+def make_directory(path: Path, *, keep: bool) -> Path:
     """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
 
     Only what an earlier claim covers is ever cleared, and never while a run works in it.
@@ -165,7 +165,7 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
 
 
 @contextmanager
-def hold_run_directory(run_dir: Path, role: str = RANK_0) -> Iterator[None]:
+def run_lock(run_dir: Path, role: str = RANK_0) -> Iterator[None]:
     """The directory's lock of one ``role``, for as long as it is entered; the process that has it may enter again.
 
     A ``launch``, on each host of several one of its own, also sees to it that no rank 0 is there yet.

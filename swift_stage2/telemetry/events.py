@@ -94,8 +94,8 @@ class Step(Event):
     version_lag: int | None
     queue_depth: int
     infer_in_flight: int
-    round_pending: bool
-    round_in_transfer: bool = False
+    version_pending: bool
+    version_in_transfer: bool = False
     plan_seconds: float
     num_supervised_tokens: int
     packs: Mapping[str, int]

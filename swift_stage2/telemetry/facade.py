@@ -245,8 +245,8 @@ class Telemetry:
         if self._queue_limit is not None:
             gauge("queue_depth", told.queue_depth)
             gauge("ver_current", told.version)
-            gauge("sync_pending", int(told.round_pending))
-            gauge("sync_in_transfer", int(told.round_in_transfer))
+            gauge("sync_pending", int(told.version_pending))
+            gauge("sync_in_transfer", int(told.version_in_transfer))
             gauge("infer_inflight", told.infer_in_flight)
             if told.version_lag is not None:
                 self.counters.raise_to("ver_lag", told.version_lag)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swift_stage2.checks.checks import Known, run_checks
+from swift_stage2.checks.checks import CheckStage, run_checks
 from swift_stage2.collectives import leave_job
 from swift_stage2.compat import (
     declare_operators,
@@ -57,7 +57,7 @@ def train(
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
     found = torch.accelerator.current_accelerator(check_available=True)
-    known = Known(
+    known = CheckStage(
         files=True,
         rows=checks_rows,
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
@@ -87,7 +87,7 @@ def train(
     starved = _why_starved(config, pipeline.trainer)
     if starved and pipeline.trainer.stage2 is not None:
         # Rank 0 may still be at ms-swift's last files.
-        pipeline.trainer.stage2.together(lambda: None)
+        pipeline.trainer.stage2.run_on_all_ranks(lambda: None)
     leave_job()
     # One rank of each host says so: torchrun would end it for another's failure, but waits for it.
     if starved and os.environ.get("LOCAL_RANK", "0") == "0":

@@ -21,7 +21,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS
-from swift_stage2.checks.checks import Known, run_checks
+from swift_stage2.checks.checks import CheckStage, run_checks
 from swift_stage2.checks.preparation import HALF_PRECISION_DTYPES, EngineCanary
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
@@ -31,7 +31,7 @@ from swift_stage2.runtime import checkpoints
 from swift_stage2.runtime.background import hung_round_ends_process
 from swift_stage2.runtime.checkpoints import whole_checkpoint
 from swift_stage2.runtime.output import going_on
-from swift_stage2.runtime.run_directory import hold_run_directory
+from swift_stage2.runtime.run_directory import run_lock
 from swift_stage2.runtime.worker import StopOnSignal
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.training import losses
@@ -67,7 +67,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self._start_run = start_run or assembly.start_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
         losses.check_model(self.model, self.stage2_config)
-        run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
+        run_checks(self.stage2_config, CheckStage(num_validation_rows=len(self.eval_dataset or ())))
         self.stage2 = None
         self._resume_directory: str | None = None
         self._resumed_a_batches: int | None = None
@@ -81,7 +81,7 @@ class Stage2Trainer(EvaluatedTrainer):
         """Trains, and ends every thread of ours however training ends."""
         self._resume_directory = resume_from_checkpoint or None
         # Also where ms-swift has just made the directory.
-        hold = hold_run_directory if self.args.process_index == 0 else nullcontext
+        hold = run_lock if self.args.process_index == 0 else nullcontext
         with hold(Path(self.args.output_dir)), StopOnSignal(self._ask_to_stop):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -189,7 +189,7 @@ class Stage2Trainer(EvaluatedTrainer):
             # May be refused, by all; then nothing is touched. No rank writes before rank 0 has voided what is older.
             state = self.stage2.checkpoint(self.state.global_step)
             void = partial(checkpoints.void_older, str(directory))
-            self.stage2.together(void if self.args.should_save else lambda: None)
+            self.stage2.run_on_all_ranks(void if self.args.should_save else lambda: None)
             write = partial(
                 _write_state,
                 directory,
@@ -200,7 +200,7 @@ class Stage2Trainer(EvaluatedTrainer):
                 state=state,
             )
             # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
-            self.stage2.together(write)
+            self.stage2.run_on_all_ranks(write)
             limit, self.args.save_total_limit = self.args.save_total_limit, None
             try:
                 with whole_checkpoint(directory, is_owner=self.args.should_save):
@@ -208,7 +208,7 @@ class Stage2Trainer(EvaluatedTrainer):
             finally:
                 self.args.save_total_limit = limit
             # No older one goes before every rank has written its part of this one.
-            self.stage2.together(lambda: None)
+            self.stage2.run_on_all_ranks(lambda: None)
             if self.args.should_save:
                 best = self.state.best_model_checkpoint
                 rotate_checkpoints(self.args.output_dir, limit, best, use_mtime=True)
@@ -223,7 +223,7 @@ class Stage2Trainer(EvaluatedTrainer):
             with whole_checkpoint(Path(output_dir), is_owner=self.args.should_save):
                 save(output_dir)
 
-        self.stage2.together(write)
+        self.stage2.run_on_all_ranks(write)
 
     def _ask_to_stop(self) -> None:
         if self.stage2 is None:

@@ -66,7 +66,7 @@ class Publisher:
     def confirm(self, version: int) -> None:
         """All ranks have heard that a server has proven it: what lies of it on a disk is a version of the run."""
 
-    def distrust(self, server: int) -> None:
+    def mark_suspect(self, server: int) -> None:
         """Connections to it are not used again: it may come back as another process."""
 
     def lost_servers(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class ThreadPublisher(Publisher):
         if self.disk is not None:
             self.disk.confirm(version)
 
-    def distrust(self, server: int) -> None:
+    def mark_suspect(self, server: int) -> None:
         self._distrusted.add(server)
 
     def lost_servers(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from swift_stage2.collectives import ControlGroup, LastWords
+from swift_stage2.collectives import ControlGroup, FatalNotes
 from swift_stage2.config import ROUND_MARGIN_S
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.runtime.background import RoundWatch
@@ -73,8 +73,8 @@ class Snapshots:
             copy_stream = CudaCopyStream(export.gpu, snapshot_bytes(export.manifest()), stages=stages)
         self._copies = CopiesBesideTraining(copy_stream, lambda: self.on_copied())
         self._file = file
-        self._last_words = LastWords(control)
-        self._watch = RoundWatch(timeout_s + ROUND_MARGIN_S, self._last_words.leave_if_none)
+        self._fatal_notes = FatalNotes(control)
+        self._watch = RoundWatch(timeout_s + ROUND_MARGIN_S, self._fatal_notes.leave_if_none)
 
     def take(
         self, version: int, *, step: int | None = None, canary_due: bool = False
@@ -110,7 +110,7 @@ class Snapshots:
         try:
             yield
         except RuntimeError as error:
-            words = self._last_words.read()
+            words = self._fatal_notes.read()
             if not words:
                 raise
             raise WeightSyncHang(words) from error
@@ -145,7 +145,7 @@ class Snapshots:
                 self._copy()
                 seconds = time.perf_counter() - began
         except Exception as error:  # rank 0 must reach the next agreement unless a rank has left for good
-            if isinstance(error, RuntimeError) and self._last_words.read():
+            if isinstance(error, RuntimeError) and self._fatal_notes.read():
                 raise
             fault = describe_fault("the snapshot of the learner's weights", error)
         answer = self._answer if canary_due else None
@@ -206,6 +206,6 @@ class Snapshots:
         if not self.export.partitioned:
             return fault
         if fault:  # others may be stuck inside
-            self._last_words.leave(fault)
+            self._fatal_notes.leave(fault)
         faults = self._control.gather(fault)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)

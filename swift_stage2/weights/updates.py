@@ -2,7 +2,7 @@
 
 One rule for all: a server that stands ready, or has proven an older version, gets the newest one as soon as its life
 allows it. First weights, a retry, a server that joins late and one that was restarted are that rule. What must agree
-with the other ranks leaves by ``facts`` and comes back by ``take_in``; nothing here waits.
+with the other ranks leaves by ``facts`` and comes back by ``apply_update``; nothing here waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import WeightSyncError
@@ -22,15 +21,13 @@ from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.servers.health_check import HealthCheck, JoiningServer
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import Canary, UpdateSpec
+from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.publisher import Publisher, PushResult
 from swift_stage2.weights.snapshot import describe_fault
 from swift_stage2.weights.snapshots import Snapshots, TakenSnapshot
 
 _SHARE_FOR_CALLS = 0.8  # of a push's time: only what hangs has to be given up at the whole of it
 _SHARE_FOR_TURN = 0.5  # of what a server has for its install, which then takes as long as the first one's
-_LOOK_S = 0.005
 _LAST_PUSH_S = 10.0  # for one that has not ended when training has
 
 
@@ -41,12 +38,12 @@ class UpdateFacts:
     proven: tuple[int, ...]
     closed: tuple[bool, ...]
     publishing: bool
-    has_news: bool
+    has_update: bool
     server_waits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateNews:
+class WeightUpdate:
     """What all ranks are told, as JSON, once there is news."""
 
     outcome: RoundOutcome | None = None
@@ -63,11 +60,11 @@ class UpdateNews:
         return _NEWS.dump_python(self, mode="json")  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> UpdateNews:
+    def from_json(cls, data: dict[str, Any]) -> WeightUpdate:
         return _NEWS.validate_python(data)
 
 
-_NEWS = TypeAdapter(UpdateNews)
+_NEWS = TypeAdapter(WeightUpdate)
 
 
 @dataclass(slots=True)
@@ -90,7 +87,7 @@ class _Newest:
 
 
 class Updates:
-    """All servers of a run. ``facts``, ``take_in``, ``begin`` and ``take_news`` belong to rank 0's main thread."""
+    """All servers of a run. ``facts``, ``apply_update``, ``begin``, ``collect_update``: rank 0's main thread only."""
 
     def __init__(
         self,
@@ -114,9 +111,8 @@ class Updates:
         self._straggler_s = straggler_s
         self._sync_every_steps = sync_every_steps
         self._on_lost = on_lost
-        self._wired: set[int] = (
-            set()
-        )  # servers that have answered a canary, and that checksums have proven since
+        # Servers that have answered a canary, and that checksums have proven since.
+        self._wired: set[int] = set()
         self._newest: _Newest | None = None
         self._ends: dict[int, tuple[float, str]] = {}  # of running pushes: moment and limit
         self._joining: list[JoiningServer] = []
@@ -163,14 +159,14 @@ class Updates:
             proven=tuple(life.version for life in self.lives),
             closed=tuple(life.is_closed for life in self.lives),
             publishing=self._is_publishing,
-            has_news=bool(self._joining or self._fault) or self._has_outcome,
+            has_update=bool(self._joining or self._fault) or self._has_outcome,
             server_waits=any(
                 life.state is LifeState.READY and life.wants(0, step) and not self._serves(server)
                 for server, life in enumerate(self.lives)
             ),
         )
 
-    def take_in(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
+    def apply_update(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
         """Takes what all ranks have agreed on: versions that are asked, who is suspect, where nothing is in flight."""
         for server in suspect:
             self._fail(server)
@@ -185,19 +181,15 @@ class Updates:
     def hurry(self) -> None:
         """Another version is due: pushes that run have ``straggler_s`` from now on."""
         end = time.monotonic() + self._straggler_s
-        for server, (moment, _) in self._ends.items():
-            if end < moment:
-                self._ends[server] = (
-                    end,
-                    f"{self._straggler_s:g} s of the moment at which other weights were due",
-                )
+        limit = f"{self._straggler_s:g} s of the moment at which other weights were due"
+        self._ends = {server: min(each, (end, limit)) for server, each in self._ends.items()}
 
-    def take_news(self) -> UpdateNews:
+    def collect_update(self) -> WeightUpdate:
         """What all ranks are to be told; told once."""
         newest = self._newest
         outcome = self._take_outcome(newest) if newest is not None and self._has_outcome else None
         joining, self._joining = tuple(self._joining), []
-        return UpdateNews(outcome=outcome, joining=joining, learner_fault=self._fault)
+        return WeightUpdate(outcome=outcome, joining=joining, learner_fault=self._fault)
 
     def close(self) -> None:
         """Ends pushes that run, after some time for them, and closes what is kept."""
@@ -317,92 +309,15 @@ class Updates:
     def _fail(self, server: int) -> None:
         if self.lives[server].failed(self._step):
             self._wired.discard(server)
-            self._publisher.distrust(server)
+            self._publisher.mark_suspect(server)
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
-        late = {server: limit for server, (moment, limit) in self._ends.items() if now > moment}
+        late = [limit for moment, limit in self._ends.values() if now > moment]
         if late:
-            limit = next(iter(late.values()))
-            self._publisher.give_up(f"the server did not take and prove the weights within {limit}")
+            self._publisher.give_up(f"the server did not take and prove the weights within {late[0]}")
             for server, result in self._publisher.take_results():
                 self._take_result(server, result)
 
     def _watch_away(self) -> None:
         self._health.watch([server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY])
-
-
-class WaitedUpdates:
-    """Brings servers, of which nobody else asks anything, the weights of the moment."""
-
-    def __init__(
-        self,
-        num_servers: int,
-        *,
-        export: WeightExport,
-        canary: Canary,
-        publisher: Publisher,
-        run_id: str,
-        sync: SyncConfig,
-        **snapshots: Any,
-    ) -> None:
-        """``snapshots``: further settings of ``Snapshots``."""
-        self.version = 0
-        self.lives = [ServerLife(1, 1, state=LifeState.AWAY) for _ in range(num_servers)]
-        alone: dict[str, Any] = {"control": SingleRank(), "timeout_s": sync.timeout_s}
-        settings = alone | {"bucket_mib": sync.bucket_mib} | snapshots
-        self.snapshots = Snapshots(export=export, canary=canary, run_id=run_id, **settings)
-        self.updates = Updates(
-            self.lives,
-            snapshots=self.snapshots,
-            publisher=publisher,
-            health=HealthCheck(base_urls=(), api_key=None),
-            sync=sync,
-            straggler_s=sync.timeout_s,
-            sync_every_steps=1,
-        )
-
-    def run(self, targets: Sequence[int], *, version: int | None = None) -> RoundOutcome:
-        """The next version for ``targets``, by number; returns when every push has ended, in its time.
-
-        ``version``: greater than those before; by default by one.
-
-        Raises:
-            WeightSyncError: the learner's weights cannot be pushed.
-        """
-        self.begin(targets, version=version)
-        return self.wait()  # deadline: the pushes' own
-
-    def begin(self, targets: Sequence[int], *, version: int | None = None) -> None:
-        """The first part of ``run``: takes the snapshot."""
-        self.updates.facts(self.version)  # what was lost since then shall not be lost in between
-        self.version = self.version + 1 if version is None else version
-        self._targets = targets
-        for server in targets:
-            self.lives[server].answered()
-        if taken := self.snapshots.take(self.version, canary_due=self.updates.canary_due):
-            self.updates.begin(taken, self.version)
-
-    def wait(self) -> RoundOutcome:
-        """The second part. Raises as ``run`` does."""
-        while (outcome := self.look()) is None:  # bounded by the pushes' deadlines
-            time.sleep(_LOOK_S)
-        return outcome
-
-    def look(self) -> RoundOutcome | None:
-        """How it has ended, once it has. Raises as ``run`` does."""
-        facts = self.updates.facts(self.version)
-        self.updates.take_in(facts.proven, suspect=(), drained=range(len(self.lives)))
-        if facts.has_news:
-            news = self.updates.take_news()
-            news.require_no_fault()
-            return news.outcome
-        if not facts.publishing and not any(facts.closed):
-            lost = ServerReport.failed("the server was lost before anything was pushed to it")
-            return RoundOutcome(self.version, dict.fromkeys(self._targets, lost))
-        return None
-
-    def close(self) -> None:
-        """Ends what runs and frees what is kept. May be called again."""
-        self.updates.close()
-        self.snapshots.close()

@@ -20,7 +20,7 @@ from commands import run_python
 from benchmarks.gpu_check import command, stage_process
 from benchmarks.gpu_check.stage import STAGES, Status
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.run_directory import claim_directory
+from swift_stage2.runtime.run_directory import make_directory
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {"zero3": "deepspeed", "nccl-rollout": "vllm", "one-gpu-vllm": "vllm"}
@@ -232,7 +232,7 @@ def test_a_wrong_option_is_the_users_mistake(options: list[str], told: str) -> N
 
 def test_a_machine_without_a_gpu_is_told_in_one_line_and_an_earlier_page_stays(tmp_path: Path) -> None:
     earlier = tmp_path / "check" / command.PAGE_FILE
-    claim_directory(earlier.parent, keep=False)
+    make_directory(earlier.parent, keep=False)
     earlier.write_text("of yesterday")
     done = subprocess.run(
         [ROOT / "scripts" / "gpu-check", "--output", tmp_path / "check"],

@@ -56,7 +56,7 @@ def _records(channels: str, waits: dict[int, float] | None = None) -> ArmRecords
     steps = [
         Step(
             step=step, channel=Channel(channel), wants_b=step % 4 == 3, skip_reason=None, version=1, version_lag=None,
-            queue_depth=0, infer_in_flight=0, round_pending=False, plan_seconds=(waits or {}).get(step, 0.1),
+            queue_depth=0, infer_in_flight=0, version_pending=False, plan_seconds=(waits or {}).get(step, 0.1),
             num_supervised_tokens=0, packs={}, activity_ns={},
         )
         for step, channel in enumerate(channels)

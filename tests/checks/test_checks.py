@@ -14,7 +14,7 @@ from swift_stage2.checks import checks
 from swift_stage2.checks.checks import (
     CHECKS,
     CheckResult,
-    Known,
+    CheckStage,
     Verdict,
     due_checks,
     failed,
@@ -23,7 +23,7 @@ from swift_stage2.checks.checks import (
     run_checks,
     warning,
 )
-from swift_stage2.checks.doctor import Examination
+from swift_stage2.checks.doctor import CheckRun
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, ServerFault
 
@@ -33,24 +33,24 @@ def config(**swift: Any) -> Stage2Config:
     return config_of({"stage2_ab.schedule.b_ratio": 0, "swift": {"model": "org/model", **swift}})
 
 
-def found_by(name: str, run: Stage2Config, known: Known) -> CheckResult[None] | None:
+def found_by(name: str, run: Stage2Config, known: CheckStage) -> CheckResult[None] | None:
     """What one check of the list finds."""
     (check,) = (check for check in CHECKS if check.name == name)
     return check.find(run, known)
 
 
-FILES = Known(files=True)
+FILES = CheckStage(files=True)
 
 
 def test_every_need_is_a_field_that_is_asked_for_and_every_name_is_its_own() -> None:
-    assert {check.needs for check in CHECKS} == {field.name for field in fields(Known)}
+    assert {check.needs for check in CHECKS} == {field.name for field in fields(CheckStage)}
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
 def test_only_checks_whose_needs_are_there_are_run() -> None:
-    assert list(due_checks(Known())) == []
-    assert [check.name for check in due_checks(Known(num_validation_rows=0))] == ["validation set"]
-    assert [check.name for check in due_checks(Known(files=True, rows=True))] == [
+    assert list(due_checks(CheckStage())) == []
+    assert [check.name for check in due_checks(CheckStage(num_validation_rows=0))] == ["validation set"]
+    assert [check.name for check in due_checks(CheckStage(files=True, rows=True))] == [
         "model directory",
         "DeepSpeed",
         "resume",
@@ -63,13 +63,13 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
 def test_the_first_error_ends_the_list() -> None:
     wrong = config(model="/nowhere/model", dataset=["/nowhere/rows.jsonl"])
     with pytest.raises(ConfigError, match=r"swift\.model must be a directory"):
-        run_checks(wrong, Known(files=True, rows=True))
+        run_checks(wrong, CheckStage(files=True, rows=True))
     with pytest.raises(DatasetError, match=r"swift\.dataset must name files"):
-        run_checks(wrong, Known(rows=True))
+        run_checks(wrong, CheckStage(rows=True))
 
 
 def key_of(url: str) -> CheckResult[None] | None:
-    return found_by("API key", config_of(servers_at(url)), Known(addresses=True))
+    return found_by("API key", config_of(servers_at(url)), CheckStage(addresses=True))
 
 
 def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,20 +149,22 @@ def never() -> CheckResult[None]:
 def test_what_rests_on_a_check_that_did_not_pass_is_not_run_and_names_the_first_cause(
     is_failed: bool,
 ) -> None:
-    exam = Examination()
-    first = exam.check("first", lambda: failed("broken", "mend it") if is_failed else left_out("no wish"))
-    second = exam.check("second", never, needs=[first])
-    third = exam.check("third", never, needs=[second])
+    check_run = CheckRun()
+    first = check_run.check(
+        "first", lambda: failed("broken", "mend it") if is_failed else left_out("no wish")
+    )
+    second = check_run.check("second", never, needs=[first])
+    third = check_run.check("third", never, needs=[second])
     assert second.verdict is third.verdict is Verdict.NOT_CHECKED
     assert second.found == third.found == ("because of: first" if is_failed else "no wish")
     assert second.counts_as_failed is third.counts_as_failed is is_failed
-    assert exam.num_failed == is_failed
+    assert check_run.num_failed == is_failed
 
 
 def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
-    exam = Examination()
-    first = exam.check("first", lambda: warning("odd", "change it", 3))
-    assert exam.check("second", lambda: ok(str(first.result + 1)), needs=[first]).found == "4"
+    check_run = CheckRun()
+    first = check_run.check("first", lambda: warning("odd", "change it", 3))
+    assert check_run.check("second", lambda: ok(str(first.result + 1)), needs=[first]).found == "4"
 
 
 @pytest.mark.parametrize(
@@ -181,12 +183,12 @@ def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
 def test_an_error_becomes_a_failed_row_of_one_line_with_its_remedy_and_without_secrets(
     error: Exception, found: str, fix: str
 ) -> None:
-    row = Examination(secrets=("s3cret", "")).check("x", raising(error), fix="the usual")
+    row = CheckRun(secrets=("s3cret", "")).check("x", raising(error), fix="the usual")
     assert (row.verdict, row.found, row.fix) == (Verdict.FAILED, found, fix)
 
 
 def test_checks_with_nothing_to_say_have_no_row() -> None:
-    exam = Examination()
-    shown = exam.show(config_of(servers_at("http://127.0.0.1:1")), Known(addresses=True))
-    assert [(row.check, row.verdict) for row in exam.findings] == [("API key", Verdict.OK)]
+    check_run = CheckRun()
+    shown = check_run.show(config_of(servers_at("http://127.0.0.1:1")), CheckStage(addresses=True))
+    assert [(row.check, row.verdict) for row in check_run.findings] == [("API key", Verdict.OK)]
     assert shown["addresses of hosts"].passed

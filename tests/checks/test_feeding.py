@@ -62,7 +62,7 @@ def test_packs_that_are_too_old_when_they_arrive_are_told_and_staged_rounds_pass
     fenced = replace(FEEDING, sync_every_steps=1, max_inflight_per_server=64)
     assert check_rate(fenced, 1.25).verdict is Verdict.WARNING
     assert check_settings(fenced, 1.25).fix == "write stage2_ab.channel_b.prefetch.version_window: 4 (now 2)"
-    staged = replace(fenced, rounds_are_staged=True)
+    staged = replace(fenced, versions_are_staged=True)
     assert (check_rate(staged, 1.25).verdict, check_settings(staged, 1.25).verdict) == (
         Verdict.OK,
         Verdict.OK,

@@ -16,7 +16,7 @@ from swift_stage2 import wire
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.checks import live_servers, servers
 from swift_stage2.checks.checks import CheckResult, Verdict
-from swift_stage2.checks.doctor import Examination
+from swift_stage2.checks.doctor import CheckRun
 from swift_stage2.checks.live_servers import check_identity
 from swift_stage2.wire import ServerInfo
 
@@ -49,7 +49,7 @@ def identify(server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch) -> Look
     def ask(**rollout: Any) -> CheckResult:
         changes = {f"rollout.{key}": value for key, value in {"request_timeout_s": 5.0, **rollout}.items()}
         config = config_of(servers_at(server.url), changes)
-        return Examination().check("who answers", lambda: check_identity(server.url, config))
+        return CheckRun().check("who answers", lambda: check_identity(server.url, config))
 
     return ask
 

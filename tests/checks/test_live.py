@@ -18,7 +18,7 @@ from swift_stage2 import wire
 from swift_stage2.checks import servers
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import copy_weights
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]

@@ -193,7 +193,7 @@ def test_a_users_settings_are_checked_and_reach_the_task(load: Any, tmp_path: Pa
     assert set(heavy.weights) == {2.0}
     for written, wanted in (
         ({"when_all_mised": 2.0}, r"section stage2_ab\.task_settings; did you mean 'when_all_missed'"),
-        ({"when_all_missed": "2"}, r"stage2_ab\.task_settings\.when_all_missed must be a number"),
+        ({"when_all_missed": "2"}, r"stage2_ab\.task_settings\.when_all_missed must be a valid number"),
     ):
         with pytest.raises(ConfigError, match=wanted):
             task_of(_configured(tmp_path, _with_settings(settings, written)))

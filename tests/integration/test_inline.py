@@ -32,7 +32,7 @@ def test_every_wanted_step_waits_for_its_packs_and_none_for_what_it_does_not_tra
     steps = run.audit(rank, "step")
     assert [step["channel"] for step in steps] == ["A", "B"] * (_NUM_STEPS // 2)
     assert {step["infer_in_flight"] for step in steps} == {0}
-    assert not any(step["round_in_transfer"] or step["round_pending"] for step in steps)
+    assert not any(step["version_in_transfer"] or step["version_pending"] for step in steps)
     assert {step["version_lag"] for step in steps if step["channel"] == "B"} <= {0, 1}
 
 

@@ -91,7 +91,7 @@ def test_the_last_evaluation_is_of_the_weights_behind_the_last_step(run: Learner
 
 
 def test_rounds_begin_beside_an_evaluation_and_install_behind_it(run: LearnerRun) -> None:
-    in_transfer = {record["step"] for record in run.audit(0, "step") if record["round_in_transfer"]}
+    in_transfer = {record["step"] for record in run.audit(0, "step") if record["version_in_transfer"]}
     rounds = {record["step"] for record in run.audit(0, "round")}
     meanwhile = [
         set(range(record["begun_step"] + 1, record["step"])) for record in run.audit(0, "evaluation")

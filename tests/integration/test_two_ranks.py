@@ -16,7 +16,7 @@ from small_disk import SmallDisk
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.runtime.run_directory import hold_run_directory
+from swift_stage2.runtime.run_directory import run_lock
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import read_logs
 
@@ -70,7 +70,7 @@ FOLLOWED = "followed.jsonl"
 def _followed(directory: Path) -> Iterator[None]:
     """Around a run that has this process above it, as it has a launch: ``rollouts --follow`` beside it, to its end."""
     command = [sys.executable, "-m", "swift_stage2", "rollouts", "--follow", "--json", str(directory)]
-    with hold_run_directory(directory, "launch"), (directory / FOLLOWED).open("wb") as lines:
+    with run_lock(directory, "launch"), (directory / FOLLOWED).open("wb") as lines:
         follower = subprocess.Popen(command, stdout=lines, stderr=subprocess.PIPE, text=True)
         try:
             yield

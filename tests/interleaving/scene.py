@@ -159,21 +159,6 @@ def _preprocessor(encoder: StubEncoder) -> Preprocessor:
     return Preprocessor(encoder, StubTask())
 
 
-class EvaluationEvents:
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
-        self._ledger.counts["evaluation posts"] += 1
-
-    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None: ...
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
-
-    def given_up(self, index: int, message: str) -> None:
-        self._ledger.counts["evaluation rows given up"] += 1
-
-
 class WatchedEvaluation(RankEvaluation):
     """Looks at every answer that is about to be counted."""
 
@@ -188,6 +173,7 @@ class WatchedEvaluation(RankEvaluation):
         for rollout in rollouts:
             self.ledger.evaluated(self.rank, rollout, _NETWORK.servers[rollout.server], self.pinned)
         super()._score(rollouts, qualities, failed)
+        self.ledger.counts["evaluation rows given up"] += len(failed)
 
 
 class RankEvents:
@@ -628,7 +614,6 @@ class Scene:
             make_request=encoder.request,
             preprocessor=_preprocessor(encoder),
             decoding=DecodingConfig(),
-            events=EvaluationEvents(self.ledger),
         )
         part.ledger, part.rank = self.ledger, rank
         schedule = EvaluationSchedule(

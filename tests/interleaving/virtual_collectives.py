@@ -9,7 +9,7 @@ from typing import Any
 from interleaving.scheduler import Strand
 from interleaving.virtual_threading import active
 
-from swift_stage2.collectives import NoteBoard
+from swift_stage2.collectives import StoreNotes
 
 
 class Meeting:
@@ -30,7 +30,7 @@ class MeetingRoom:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.meetings: list[Meeting] = []
-        self.notes = NoteBoard()
+        self.notes = StoreNotes()
 
 
 class VirtualControlGroup:

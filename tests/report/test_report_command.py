@@ -17,7 +17,7 @@ from swift_stage2.report.command import report_of
 from swift_stage2.report.content import Table
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.steps import account_section
-from swift_stage2.runtime.run_directory import hold_run_directory
+from swift_stage2.runtime.run_directory import run_lock
 from swift_stage2.telemetry.event_log import ranks_of
 from swift_stage2.telemetry.events import Quarantined
 
@@ -96,7 +96,7 @@ def test_a_run_is_running_killed_or_ended_in_order(tmp_path: Path) -> None:
     for has_ended, is_held in ((False, True), (False, False), (True, False)):
         if has_ended:
             run.end()
-        with hold_run_directory(tmp_path) if is_held else nullcontext():
+        with run_lock(tmp_path) if is_held else nullcontext():
             found = report_of(read_run([tmp_path]))
         told.append(found.state.rpartition("; ")[2])
         (ledger,) = (section for section in found.sections if section.key == "ledger")

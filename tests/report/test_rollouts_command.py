@@ -15,7 +15,7 @@ from followed_run import FollowedRun
 
 from swift_stage2.cli import main
 from swift_stage2.report.rollouts_command import RunRollouts
-from swift_stage2.runtime.run_directory import hold_run_directory
+from swift_stage2.runtime.run_directory import run_lock
 from swift_stage2.telemetry.facade import Telemetry
 
 _DEADLINE_S = 60.0
@@ -44,7 +44,7 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., Follower]]:
 def held(tmp_path: Path) -> Iterator[ExitStack]:
     """The run goes on until this is closed."""
     with ExitStack() as held:
-        held.enter_context(hold_run_directory(tmp_path))
+        held.enter_context(run_lock(tmp_path))
         yield held
 
 

@@ -25,7 +25,7 @@ from swift_stage2.servers import infer_wire
 from swift_stage2.weights.proof import CanaryAnswer
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import OurTransport
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 
 class GenerateCanary:

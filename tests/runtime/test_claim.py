@@ -20,10 +20,10 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.runtime import checkpoints
 from swift_stage2.runtime.run_directory import (
-    claim_directory,
-    hold_run_directory,
+    make_directory,
     refuse_earlier_run,
     resumed,
+    run_lock,
 )
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -266,18 +266,18 @@ def test_a_claim_is_absolute_and_replaces_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first = claim_directory(Path("a/demo"), keep=False)
+    first = make_directory(Path("a/demo"), keep=False)
     assert first == tmp_path / "a" / "demo"
     (first / "old").mkdir()
     (first / "result").touch()
-    assert claim_directory(first, keep=False) == first
+    assert make_directory(first, keep=False) == first
     assert [each.name for each in first.iterdir()] == [".swift-stage2"]
 
 
 def test_keep_takes_the_next_free_name(tmp_path: Path) -> None:
     names = []
     for _ in range(3):
-        directory = claim_directory(tmp_path / "demo", keep=True)
+        directory = make_directory(tmp_path / "demo", keep=True)
         (directory / "result").touch()
         names.append(directory.name)
     assert names == ["demo", "demo-2", "demo-3"]
@@ -285,10 +285,10 @@ def test_keep_takes_the_next_free_name(tmp_path: Path) -> None:
 
 
 def test_what_somebody_else_wrote_is_never_removed(tmp_path: Path) -> None:
-    assert claim_directory(tmp_path / "empty", keep=False).is_dir()
+    assert make_directory(tmp_path / "empty", keep=False).is_dir()
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(UserError, match="with other files"):
-        claim_directory(tmp_path, keep=False)
+        make_directory(tmp_path, keep=False)
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
@@ -297,18 +297,18 @@ def test_what_somebody_else_wrote_is_never_removed(tmp_path: Path) -> None:
 def test_a_file_is_no_directory(tmp_path: Path, place: str, keep: bool) -> None:
     (tmp_path / "file").touch()
     if keep and place == "file":
-        assert claim_directory(tmp_path / place, keep=True).name == "file-2"
+        assert make_directory(tmp_path / place, keep=True).name == "file-2"
         return
     with pytest.raises(UserError, match=r"^--output must be a directory that can be written, got .*/file"):
-        claim_directory(tmp_path / place, keep=keep)
+        make_directory(tmp_path / place, keep=keep)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_directory_whose_run_outlives_a_killed_command_is_not_cleared(tmp_path: Path) -> None:
-    directory = claim_directory(tmp_path / "demo", keep=False)
-    with hold_run_directory(directory / "run"):
+    directory = make_directory(tmp_path / "demo", keep=False)
+    with run_lock(directory / "run"):
         with pytest.raises(UserError, match=r"got .*/demo with a run in .*/demo/run; wait for"):
-            claim_directory(tmp_path / "demo", keep=False)
+            make_directory(tmp_path / "demo", keep=False)
         assert (directory / "run" / "run.rank0.lock").exists()
-    claim_directory(tmp_path / "demo", keep=False)
+    make_directory(tmp_path / "demo", keep=False)
     assert not (directory / "run").exists()

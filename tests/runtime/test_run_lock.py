@@ -14,7 +14,7 @@ import filelock
 import pytest
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.runtime.run_directory import RANK_0, hold_run_directory, is_held
+from swift_stage2.runtime.run_directory import RANK_0, is_held, run_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -23,9 +23,9 @@ _HOLD = """
 import sys
 from pathlib import Path
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.run_directory import hold_run_directory
+from swift_stage2.runtime.run_directory import run_lock
 try:
-    with hold_run_directory(Path(sys.argv[1]), sys.argv[2]):
+    with run_lock(Path(sys.argv[1]), sys.argv[2]):
         print("held", flush=True)
         sys.stdin.read()
 except UserError as error:
@@ -34,8 +34,8 @@ except UserError as error:
 _FORK = """
 import os, signal, sys
 from pathlib import Path
-from swift_stage2.runtime.run_directory import hold_run_directory
-with hold_run_directory(Path(sys.argv[1])):
+from swift_stage2.runtime.run_directory import run_lock
+with run_lock(Path(sys.argv[1])):
     if not (first := os.fork()):
         os._exit(0)
     os.waitpid(first, 0)
@@ -86,7 +86,7 @@ def test_a_second_run_is_refused_with_the_first_ones_identity(
 ) -> None:
     first = start(RANK_0)
     assert first.word() == "held"
-    with pytest.raises(UserError) as refused, hold_run_directory(tmp_path, role):
+    with pytest.raises(UserError) as refused, run_lock(tmp_path, role):
         raise AssertionError("it was let in")
     for words in (
         f"got {tmp_path}, where another goes on (process {first.process.pid} on {os.uname().nodename} since ",
@@ -113,7 +113,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, start: Start, is_killed: b
         first.process.kill()
     first.end()
     assert not is_held(tmp_path)
-    with hold_run_directory(tmp_path):
+    with run_lock(tmp_path):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
 
@@ -127,7 +127,7 @@ def test_a_lock_ends_with_its_owner_whatever_forked_children_outlive_it(tmp_path
         assert is_held(tmp_path), "a child's end has released it"
         owner.kill()
         owner.wait(timeout=_DEADLINE_S)
-        with hold_run_directory(tmp_path):
+        with run_lock(tmp_path):
             os.kill(child, 0)  # it is there
     finally:
         owner.kill()
@@ -140,7 +140,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file.touch()
     with (
         pytest.raises(ConfigError, match=r"swift\.output_dir must be a writable directory, got .*file"),
-        hold_run_directory(file, "launch"),
+        run_lock(file, "launch"),
     ):
         raise AssertionError("it was let in")
     assert not is_held(file)
@@ -148,8 +148,8 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_the_process_that_holds_it_enters_again(tmp_path: Path, start: Start) -> None:
     """A rank of ``train`` holds what ms-swift's trainer holds again; the outer one ends it."""
-    with hold_run_directory(tmp_path):
-        with hold_run_directory(tmp_path):
+    with run_lock(tmp_path):
+        with run_lock(tmp_path):
             pass
         assert is_held(tmp_path)
         assert "one run at a time" in start(RANK_0).word()
@@ -163,6 +163,6 @@ def test_a_file_system_without_locks_holds_no_run_and_says_so(
         raise NotImplementedError
 
     monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
-    with hold_run_directory(tmp_path):
+    with run_lock(tmp_path):
         assert "has no locks: start no second run there" in caplog.text
         assert not is_held(tmp_path)

@@ -139,7 +139,7 @@ def test_a_slow_rank_elsewhere_binds_here_too() -> None:
 
 
 def test_staged_rounds_leave_a_production_its_whole_time() -> None:
-    slow = replace(after_round(3, production_steps=6.0), rounds_are_staged=True)
+    slow = replace(after_round(3, production_steps=6.0), versions_are_staged=True)
     assert PACER.load(slow) == pytest.approx(1.0 / (4 / 6))  # no step is lost to a drain
     assert PACER.load(replace(slow, slowest_pace=ProductionPace(8.0, 8.0))) == pytest.approx(2.0)
 
@@ -149,7 +149,7 @@ def test_a_fast_rank_does_not_rely_on_a_slow_one_to_hold_a_staged_round() -> Non
     pacer = replace(PACER, b_ratio=0.1)  # wanted at 9, 19, …
     fenced = replace(after_round(4), slowest_pace=ProductionPace(4.0, 4.0))
     assert pacer.decide(fenced) == 4
-    staged = replace(fenced, rounds_are_staged=True)
+    staged = replace(fenced, versions_are_staged=True)
     assert pacer.decide(staged) == 0
     assert pacer.decide(replace(staged, step=7, current_version=7, begun_step=7)) == 4
 
@@ -172,9 +172,9 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
         progress=st.floats(0, 0.99),
         current_version=st.integers(5, 10),
         begun_step=st.integers(10, 20),
-        round_pending=st.booleans(),
-        rounds_are_staged=st.booleans(),
-        round_in_transfer=st.booleans(),
+        version_pending=st.booleans(),
+        versions_are_staged=st.booleans(),
+        version_in_transfer=st.booleans(),
         ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
         pace=st.none() | paces,
         slowest_pace=paces,
@@ -209,7 +209,7 @@ def test_each_rank_gets_its_share_of_the_servers(
 # --- the versions of the steps to come ------------------------------------------------------------------
 
 AT_10 = PacerInputs(step=10, progress=0.25, current_version=5, begun_step=9, pace=ProductionPace(3.0, 3.0))
-STAGED = replace(AT_10, rounds_are_staged=True, begun_step=7)
+STAGED = replace(AT_10, versions_are_staged=True, begun_step=7)
 COMING = (PackInMaking(5, 14.5),)
 
 
@@ -217,19 +217,19 @@ COMING = (PackInMaking(5, 14.5),)
     ("inputs", "cadence", "rounds"),
     [
         (AT_10, 4, (13, 17)),
-        (replace(AT_10, round_pending=True), 2, (11, 13)),
+        (replace(AT_10, version_pending=True), 2, (11, 13)),
         # What is in the making holds the next round, or the one behind it.
         (replace(AT_10, in_making=COMING), 1, (15, 16)),
-        (replace(AT_10, in_making=COMING, round_pending=True), 2, (11, 15)),
+        (replace(AT_10, in_making=COMING, version_pending=True), 2, (11, 15)),
         # Due at 11 and heard in 11 at the earliest, which the packs of 12 are the first to meet.
         (STAGED, 4, (12, 16)),
         (replace(STAGED, in_making=COMING), 1, (12, 17)),
         # The cadence counts from the snapshot of a version in transfer.
-        (replace(STAGED, round_in_transfer=True, begun_step=10), 4, (12, 15)),
-        (replace(STAGED, round_in_transfer=True, begun_step=9), 4, (12, 14)),
-        (replace(STAGED, round_in_transfer=True, begun_step=6), 4, (12, 13)),
+        (replace(STAGED, version_in_transfer=True, begun_step=10), 4, (12, 15)),
+        (replace(STAGED, version_in_transfer=True, begun_step=9), 4, (12, 14)),
+        (replace(STAGED, version_in_transfer=True, begun_step=6), 4, (12, 13)),
         # A fenced round that is pending among staged ones.
-        (replace(STAGED, round_pending=True), 2, (11, 13)),
+        (replace(STAGED, version_pending=True), 2, (11, 13)),
     ],
 )
 def test_rounds_follow_the_cadence_and_wait_for_what_holds_them(
@@ -248,7 +248,7 @@ def test_rounds_follow_the_cadence_and_wait_for_what_holds_them(
         (replace(AT_10, pace=ProductionPace(3.0, 0.5)), 1, [14]),  # a quick one is stale there, but later is too late
         (replace(AT_10, pace=ProductionPace(0.5, 0.5)), 1, [11, 12]),
         (replace(AT_10, pace=ProductionPace(0.5, 0.5), slowest_pace=ProductionPace(6.0, 6.0)), 1, [*range(11, 19)]),
-        (replace(AT_10, round_pending=True), 2, [15, 16, 17]),
+        (replace(AT_10, version_pending=True), 2, [15, 16, 17]),
         (STAGED, 1, [14, 15, 16]),  # heard in 14, the next one begins at 15 and counts from 16
     ],
 )  # fmt: skip

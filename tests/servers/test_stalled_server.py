@@ -35,7 +35,7 @@ from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import OurTransport
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 

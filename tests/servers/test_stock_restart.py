@@ -13,21 +13,21 @@ from test_stalled_server import KILLED_BY_S, kept, peer
 from torch.distributed import TCPStore
 from waiting import wait_for
 
-from swift_stage2.collectives import NoteBoard
+from swift_stage2.collectives import StoreNotes
 
 VERSION = 3
 
 
 @pytest.fixture
-def boards() -> tuple[NoteBoard, NoteBoard]:
+def boards() -> tuple[StoreNotes, StoreNotes]:
     """Of two ranks: rank 0's, which probes, and another's, which asks for rollouts."""
     limit = timedelta(seconds=60)
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     client = TCPStore("127.0.0.1", master.port, is_master=False, timeout=limit)
-    return NoteBoard(master), NoteBoard(client)
+    return StoreNotes(master), StoreNotes(client)
 
 
-def lost_by(board: NoteBoard) -> Callable[[str, int], bool]:
+def lost_by(board: StoreNotes) -> Callable[[str, int], bool]:
     return lambda url, version: board.read(f"{url} {version}") is not None
 
 
@@ -37,7 +37,7 @@ def restarted(old: FakeRolloutServer) -> FakeRolloutServer:
 
 
 def test_a_loss_that_rank_zero_finds_between_two_posts_of_another_rank_is_known_there_at_its_next_answer(
-    boards: tuple[NoteBoard, NoteBoard],
+    boards: tuple[StoreNotes, StoreNotes],
 ) -> None:
     rank_0, rank_1 = boards
     with peer("stock") as (process, port), FakeRolloutServer() as old:
@@ -57,7 +57,7 @@ def test_a_loss_that_rank_zero_finds_between_two_posts_of_another_rank_is_known_
                 assert "was lost; who answers is another" in client.suspects[new.url]
 
 
-def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[NoteBoard, NoteBoard]) -> None:
+def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[StoreNotes, StoreNotes]) -> None:
     rank_0, rank_1 = boards
     with FakeRolloutServer() as server, make_client(server, is_lost=lost_by(rank_1)) as client:
         rank_0.write(f"{server.url} {VERSION}", "lost")

@@ -73,7 +73,7 @@ def step(
         version,
         queue_depth=queue_depth,
         infer_in_flight=in_flight,
-        round_pending=False,
+        version_pending=False,
         plan_seconds=0.001,
     )
 

@@ -25,7 +25,7 @@ from swift_stage2.weights import updates as updates_module
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import Delivery, OurTransport, WeightTransport
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 LIMIT_S = 60.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each

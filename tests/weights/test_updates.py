@@ -21,7 +21,7 @@ from swift_stage2.servers.health_check import JoiningServer, ServerKind
 from swift_stage2.weights import updates as updates_module
 from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.weights.snapshots import TakenSnapshot
-from swift_stage2.weights.updates import UpdateFacts, UpdateNews, Updates
+from swift_stage2.weights.updates import UpdateFacts, Updates, WeightUpdate
 
 STAGES = (True, False, False)  # of the servers, by number
 SERVERS = range(len(STAGES))
@@ -98,7 +98,7 @@ class Rank:
         self.is_publishing = False
         self.quiet: set[int] = set()  # agreed since it was asked last
         self.asked: tuple[int, ...] = (0,) * len(STAGES)
-        self.news: list[UpdateNews] = []
+        self.news: list[WeightUpdate] = []
 
     def begin_if_due(self) -> None:
         step = self.step_number
@@ -118,8 +118,8 @@ class Rank:
         self.step_number += 1
         self.begin_if_due()
         self.agreed = facts = self.updates.facts(self.step_number)
-        if facts.has_news:
-            self.news.append(UpdateNews.from_json(self.updates.take_news().to_json()))
+        if facts.has_update:
+            self.news.append(WeightUpdate.from_json(self.updates.collect_update().to_json()))
         self.asked = tuple(0 if each in suspect else facts.proven[each] for each in SERVERS)
         drained = {each for each in SERVERS if facts.closed[each]} - busy
         self.is_publishing = facts.publishing or bool(drained)
@@ -128,7 +128,7 @@ class Rank:
             for each in SERVERS
             if each in drained or (each in self.quiet and (facts.closed[each] or not self.asked[each]))
         }
-        self.updates.take_in(self.asked, suspect, drained)
+        self.updates.apply_update(self.asked, suspect, drained)
 
     def outcomes(self) -> list[tuple[int, tuple[int, ...], bool]]:
         """Version, who was proven, and whether it was a later word of that version."""

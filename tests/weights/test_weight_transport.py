@@ -22,7 +22,7 @@ from swift_stage2.weights import stock_transport
 from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import WeightTransport
-from swift_stage2.weights.updates import WaitedUpdates
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 
 class RecordedTransport(WeightTransport):

@@ -121,7 +121,7 @@ class ServerClient:
         if version:
             self.state.prove(version)
         elif self.state.is_proven or self.fence.is_open:
-            self.state.withdraw()
+            self.state.stop_requests()
             self._cut_soon()
         if is_closed or not version:
             self.fence.close()

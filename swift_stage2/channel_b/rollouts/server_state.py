@@ -128,7 +128,7 @@ class ServerState:
                 return True
             return None if version == self._ahead else False
 
-    def withdraw(self) -> None:
+    def stop_requests(self) -> None:
         """All ranks agree that nothing is asked of the server."""
         with self._lock:
             self._stop_asking()
