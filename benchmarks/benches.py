@@ -138,14 +138,3 @@ _ALL = (
     ),
 )
 BENCHES = {bench.name: bench for bench in _ALL}
-
-_IN_DOCS = "what it found is in docs/figures.md"
-GONE = {
-    **{name: f"write bench faults --part {name}" for name in PARTS[1:]},
-    **dict.fromkeys(("evaluate", "interference", "pending", "merge"), _IN_DOCS),
-    "all": "write one bench after the other",
-    "stops": "write NUM_STOPS=84 python -m pytest tests/integration/test_stops.py",
-    "attacks": "tests/servers and tests/rollout_server hold what it tried",
-    "wrong-inputs": "the tests of each command hold what it tried",
-}
-"""Benches that a user may still name, and what to do instead."""

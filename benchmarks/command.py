@@ -122,11 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: an option is out of range, a bench or a package is missing, or the output directory cannot be used.
         KeyboardInterrupt: a signal asked for the end.
     """
-    from benchmarks.benches import BENCHES, GONE
+    from benchmarks.benches import BENCHES
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in GONE:
-        raise UserError(f"bench {arguments[0]} is gone; {GONE[arguments[0]]}")
     parser = CommandParser(prog="swift-stage2 bench", description=_DESCRIPTION)
     commands = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, bench in BENCHES.items():

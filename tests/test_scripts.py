@@ -47,17 +47,6 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     assert done.stdout.splitlines()[-1:] == told[-1:]
 
 
-@pytest.mark.parametrize("wrong", ["--al", "--alll", "--cii", "--vlm", "--vllm-cpu"])
-def test_a_misspelt_option_is_refused_before_anything_is_installed(tmp_path: Path, wrong: str) -> None:
-    _write_stand_ins(tmp_path)
-    done = _run(tmp_path, "-k", "x", wrong)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        f"scripts/test: takes --all, --ci, --vllm and pytest's arguments, got {wrong}"
-    ]
-    assert not (tmp_path / "asked").exists()
-
-
 def _write_stand_ins(folder: Path, *, has_namespaces: bool = True, status: int = 0) -> None:
     """They write their arguments down: an installation takes minutes and changes the machine."""
     for name in ("scripts", ".venv/bin", "bin"):

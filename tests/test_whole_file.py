@@ -49,12 +49,6 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(small_disk: Small
     assert sorted(each.name for each in small_disk.path.iterdir()) == ["a.json", small_disk.filler.name]
 
 
-def test_a_read_only_disk_is_one_error(small_disk: SmallDisk) -> None:
-    small_disk.make_read_only()
-    with pytest.raises(OSError, match="Read-only file system"):
-        write_whole(small_disk.path / "a.json", "x")
-
-
 def test_nothing_else_in_the_package_replaces_a_file() -> None:
     package = Path(swift_stage2.__file__).parent
     found = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import command
-from benchmarks.benches import BENCHES, GONE
+from benchmarks.benches import BENCHES
 from swift_stage2.cli import ended
 from swift_stage2.errors import ChildFailed, UserError
 
@@ -17,8 +17,6 @@ MISTAKES = {
     "peer --latency-s nan": "--latency-s must be at least 0.001 and at most 10, got nan; ",
     "learning --b-ratios 0 1.5": "--b-ratios must be at least 0 and at most 1, got 1.5; ",
     "staleness --steps 39": "--steps must be at least 40 for a lag of 8 versions, got 39; write --steps 40",
-    "attacks": "bench attacks is gone; tests/servers and tests/rollout_server hold what it tried",
-    "kills --points 3": "bench kills is gone; write bench faults --part kills",
 }
 
 
@@ -35,10 +33,6 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_written(
     assert told.startswith("swift-stage2 bench: error: ")
     assert MISTAKES[words] in told
     assert not (tmp_path / "out").exists()
-
-
-def test_no_bench_is_gone_and_there() -> None:
-    assert not GONE.keys() & BENCHES.keys()
 
 
 @pytest.mark.parametrize("name", BENCHES)

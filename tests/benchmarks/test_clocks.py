@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.clocks import (
-    DIRECTORY_VARIABLE,
     ExclusiveTimer,
     since,
 )
-from benchmarks.plugins.clocks import StepClock, instrument
+from benchmarks.plugins.clocks import instrument
 
 
 class Clock:
@@ -91,23 +88,6 @@ def test_hooks_are_overrides_less_what_they_call_and_callbacks() -> None:
     assert trainer.get_batch_samples() == "theirs and ours"
     trainer.callback_handler.callbacks[0].on_step_end()
     assert timer.total_ns == {"hooks": 27, "ms-swift": 100}
-
-
-def test_the_clock_writes_one_entry_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "clock"))
-    clock = StepClock(SimpleNamespace(process_index=1), PlainTrainer())
-    clock.on_train_begin(None, None, None)
-    for _ in range(3):
-        clock.on_step_end(None, None, None)
-    clock.on_train_end(None, None, None)
-    numbers = json.loads((tmp_path / "clock" / "rank1.json").read_text())
-    assert {name: len(values) for name, values in numbers.items()} == {
-        "end_ns": 3,
-        "hooks_ns": 3,
-        "agree_ns": 3,
-    }
-    assert numbers["end_ns"] == sorted(numbers["end_ns"])
-    assert numbers["hooks_ns"] == [0, 0, 0]
 
 
 def test_the_columns_of_a_clock_count_from_the_end_of_the_warm_up() -> None:

@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.estimates import (
-    Spread,
     Trend,
     gain_words,
     paired_ratio,
     ratio_of_medians,
     step_seconds,
     trend,
-    verdict,
 )
+from benchmarks.results import in_turns
 
 
 def test_gains_of_few_seeds_have_a_range_and_of_more_students_interval() -> None:
@@ -46,13 +45,6 @@ def test_a_pair_that_ran_slower_as_a_whole_widens_the_bound() -> None:
     """Steps of one run are alike; only resampling whole pairs shows how little two pairs tell."""
     ratio = paired_ratio([np.ones(50), np.ones(50)], [np.ones(50), np.full(50, 1.2)])
     assert (ratio.low, ratio.value, ratio.high) == pytest.approx((1.0, 1.1, 1.2))
-
-
-def test_a_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]).words(1, 10.0) == "30.0 (20.0..40.0)"
-    assert (verdict(True), verdict(False)) == ("held", "missed")
-    with pytest.raises(ValueError, match="measure once"):
-        Spread.of([])
 
 
 def test_a_ratio_of_medians_covers_the_truth_as_often_as_it_says() -> None:
@@ -94,3 +86,12 @@ def test_a_series_that_rises_above_its_tolerance_is_found_rising(seed: int) -> N
 @pytest.mark.parametrize("seed", range(20))
 def test_a_noisy_series_without_a_slope_is_flat(seed: int) -> None:
     assert found(noisy(0.0, noise=5.0, seed=seed)).verdict == "flat"
+
+
+def test_every_arm_has_its_turn_in_each_repetition_and_who_goes_first_alternates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    turns = list(in_turns(("a", "b", "c"), 3))
+    assert [arm for _, arm in turns] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert [number for number, _ in turns] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert "[bench] repetition 2 of 3: c" in capsys.readouterr().out

@@ -19,7 +19,6 @@ from commands import run_python
 
 from benchmarks.gpu_check import command, stage_process
 from benchmarks.gpu_check.stage import STAGES, Status
-from swift_stage2.errors import UserError
 from swift_stage2.runtime.run_directory import make_directory
 
 ROOT = Path(__file__).parents[2]
@@ -211,23 +210,6 @@ command.write_report = write_and_signal
 
 
 # --- the user's mistakes --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--deadline-s", "1"], "--deadline-s must be in the range 90..3600, got deadline_s=1"),
-        (
-            ["--collect", "w", "--rehearse", "--deadline-s", "90"],
-            "only --python and --vllm go with --collect, got --rehearse, --deadline-s; leave it out",
-        ),
-        (["--python", "3.11"], "this goes only with --collect, got --python; leave it out"),
-        (["--wheels", "nowhere"], "--wheels must be a folder, got nowhere"),
-    ],
-)
-def test_a_wrong_option_is_the_users_mistake(options: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        command.main(options)
 
 
 def test_a_machine_without_a_gpu_is_told_in_one_line_and_an_earlier_page_stays(tmp_path: Path) -> None:

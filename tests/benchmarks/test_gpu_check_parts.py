@@ -5,33 +5,15 @@ from __future__ import annotations
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu_check.real_shapes import QWEN25_VL_3B, QWEN25_VL_7B, ModelShape, made_on
-from benchmarks.gpu_check.stage import Context, last_part, page
+from benchmarks.gpu_check.stage import Context, last_part
 from benchmarks.gpu_check.training import attention_options
 from benchmarks.gpu_check.wheels import install_missing, write_pieces
 from benchmarks.tiny_model import build_model
 from swift_stage2.errors import UserError
-
-
-def _stage(name: str, status: str = "passed", why: str = "", **figures: Any) -> dict[str, Any]:
-    return {"name": name, "proves": f"what {name} shows", "status": status, "why": why, "seconds": 1.2,
-            "figures": figures}  # fmt: skip
-
-
-def _report(*stages: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {"rehearsal": False, "finished": True, "seconds": 12.3, "stages": list(stages), **changes}
-
-
-def test_every_stage_has_a_row_with_what_it_shows_or_why_not() -> None:
-    text = page(_report(_stage("a"), _stage("b", "failed", "it broke"), _stage("c", "skipped", "needs d")))
-    assert "1 passed, 1 failed, 1 skipped; 12 s in all." in text
-    assert "| a | passed | 1 | what a shows |" in text
-    assert "| b | failed | 1 | it broke |" in text
-    assert "| c | skipped | 1 | needs d |" in text
 
 
 def test_a_part_is_a_figure_once_and_the_last_one_is_where_a_stage_stood(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from benchmarks.learner_job import (
     grpo_arguments,
     write_arm_config,
 )
-from benchmarks.overlap import Mode, OverlapRun, Repetition, note, run_of
+from benchmarks.overlap import Mode, OverlapRun, Repetition, run_of
 from benchmarks.peer import LearnerLoop, LoopArm, share_of_bound
 from benchmarks.stand_in_server import (
     NUM_ANSWERS,
@@ -43,13 +43,6 @@ def test_the_bound_is_inline_over_the_longer_of_learner_and_pipeline(waited: flo
     assert each.learner == 10.0 - waited
     assert each.bound == pytest.approx(bound)
     assert each.fraction == pytest.approx(1.6 / bound)
-
-
-def test_the_budget_is_of_the_median_and_a_skipped_step_is_told() -> None:
-    assert note([_repetition(6.5, 10.0, 4.0)]).endswith("budget at least 0.9: held.")
-    missed = note([_repetition(7.0, 10.0, 4.0, num_b_run=3)])
-    assert "missed." in missed
-    assert "skipped 2 wanted B steps" in missed
 
 
 def _records(channels: str, waits: dict[int, float] | None = None) -> ArmRecords:

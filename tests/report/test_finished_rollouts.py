@@ -155,11 +155,3 @@ def test_the_end_of_an_earlier_process_is_not_the_last_ones(tmp_path: Path) -> N
     assert doubts_of(tmp_path, True, True) == []
     FollowedRun(tmp_path, rank=0, world_size=2, run_id="later").end()
     assert doubts_of(tmp_path) == [f"rank 1 {NO_END}"]
-
-
-def test_a_damaged_line_is_told(tmp_path: Path) -> None:
-    doubts_of(tmp_path, True, True)
-    path = event_path(tmp_path, 0)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:3], b"\0\n", *lines[4:]]))
-    assert doubts_of(tmp_path) == ["rank 0: 1 lines of its log are damaged"]

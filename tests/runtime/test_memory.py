@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -65,13 +63,3 @@ def test_what_a_thread_freed_goes_back_to_the_system() -> None:
     times = iter((0.0, 10.0, 10.0))
     HeapTrim(lambda: next(times)).after_round()
     assert process.memory_full_info().uss < before - _CHUNK * _NUM_CHUNKS // 2
-
-
-def test_rounds_that_follow_each_other_closely_share_a_trim(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, trims = [100.0], list[int]()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trims.append))
-    heap = HeapTrim(now_s=lambda: now[0])
-    for seconds in (0.0, 9.0, 10.0, 11.0, 19.0, 20.0):
-        now[0] = 100.0 + seconds
-        heap.after_round()
-    assert trims == [0, 0]
