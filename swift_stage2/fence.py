@@ -1,4 +1,4 @@
-"""This process's door in front of ``/infer/``: a ticket per POST, and a drain before weights move.
+"""A rank's fence in front of one server: a ticket per POST, and a drain before weights move.
 
 While it is closed nobody enters, and once it is drained nothing runs inside, so weights can change without a rollout
 that mixes two versions. A ticket's version is read under the lock that admits it. Nothing in it waits: the rollout
@@ -24,11 +24,11 @@ class InferTicket:
 class InferFence:
     """Admission and drain under one lock."""
 
-    def __init__(self, version: int = 0, *, start_closed: bool = False) -> None:
-        """In front of servers that hold ``version``; with ``start_closed`` the first sync round opens it."""
+    def __init__(self) -> None:
+        """Closed: the first proof that all ranks have agreed on opens it."""
         self._lock = threading.Lock()
-        self._version = version
-        self._open = not start_closed
+        self._version = 0
+        self._open = False
         self._shut_down = False
         self._num_tickets = 0
         self.on_change: Callable[[], None] = lambda: None

@@ -22,7 +22,7 @@ class RecordedPublisher(Publisher):
         """Server and version of every push."""
         self.carried: list[dict[str, torch.Tensor]] = []
         self.confirmed: list[int] = []
-        self.distrusted: list[int] = []
+        self.dropped: list[int] = []
         self.given_up: list[str] = []
         self.lost: set[int] = set()
 
@@ -51,8 +51,8 @@ class RecordedPublisher(Publisher):
     def confirm(self, version: int) -> None:
         self.confirmed.append(version)
 
-    def mark_suspect(self, server: int) -> None:
-        self.distrusted.append(server)
+    def drop_connection(self, server: int) -> None:
+        self.dropped.append(server)
 
     def lost_servers(self) -> tuple[int, ...]:
         return tuple(sorted(self.lost - self.running.keys()))

@@ -260,7 +260,7 @@ def test_vllm_without_the_routes_for_weights_is_refused_with_the_line_to_start_i
     server.on_get = lambda call: (
         Answer(body=b'{"version": "0.32.0"}') if call.path == "/version" else Answer(status=404)
     )
-    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
+    with pytest.raises(ServerUnavailable, match="VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         wait_for_servers(configure(server.url), SingleRank())
 
 

@@ -19,8 +19,14 @@ def background() -> Iterator[Callable[..., Future[Any]]]:
         yield pool.submit
 
 
+def opened_at(version: int) -> InferFence:
+    fence = InferFence()
+    fence.reopen(version)
+    return fence
+
+
 def test_nobody_enters_while_it_drains_and_newcomers_get_the_new_version() -> None:
-    fence, told = InferFence(version=1), list[bool]()
+    fence, told = opened_at(1), list[bool]()
     fence.on_change = lambda: told.append(fence.is_open)
     ticket = fence.enter()
     assert ticket is not None
@@ -36,7 +42,7 @@ def test_nobody_enters_while_it_drains_and_newcomers_get_the_new_version() -> No
 
 
 def test_a_fence_may_reopen_while_a_post_is_still_running() -> None:
-    fence = InferFence(version=3)
+    fence = opened_at(3)
     fence.enter()
     assert not fence.close()
     fence.reopen(3)
@@ -45,7 +51,7 @@ def test_a_fence_may_reopen_while_a_post_is_still_running() -> None:
 
 
 def test_after_shutdown_nothing_opens_again_and_who_waits_is_told() -> None:
-    fence, told = InferFence(start_closed=True), list[bool]()
+    fence, told = InferFence(), list[bool]()
     fence.on_change = lambda: told.append(True)
     fence.shutdown()
     fence.shutdown()
@@ -58,7 +64,7 @@ def test_after_shutdown_nothing_opens_again_and_who_waits_is_told() -> None:
 
 
 def test_versions_only_grow() -> None:
-    fence = InferFence(version=5)
+    fence = opened_at(5)
     fence.close()
     with pytest.raises(ValueError, match="got version=4 after 5"):
         fence.reopen(4)
@@ -67,7 +73,7 @@ def test_versions_only_grow() -> None:
 
 def test_no_call_of_an_old_version_runs_inside_a_round(background: Callable[..., Future[Any]]) -> None:
     """Many pipelines against many rounds: what a ticket says is what the weights are, for as long as it is held."""
-    fence, opened = InferFence(), threading.Event()
+    fence, opened = opened_at(0), threading.Event()
     fence.on_change = opened.set
     weights, num_rounds, stop = [0], 60, threading.Event()
     mismatches: list[tuple[int, int]] = []

@@ -81,7 +81,7 @@ class StandInPublisher(Publisher):
         super().__init__()
         self.dead = dead
         self.pushed: list[tuple[int, int]] = []  # server and version
-        self.distrusted: list[int] = []
+        self.dropped: list[int] = []
 
     def push(self, server: int, spec: Any, snapshot: Any) -> None:
         version = spec.identity.version
@@ -99,8 +99,8 @@ class StandInPublisher(Publisher):
     def lost_servers(self) -> tuple[int, ...]:
         return self.lost
 
-    def mark_suspect(self, server: int) -> None:
-        self.distrusted.append(server)
+    def drop_connection(self, server: int) -> None:
+        self.dropped.append(server)
 
 
 class StandInHealth(HealthCheck):
@@ -477,7 +477,7 @@ def a_loss_is_found() -> dict[str, Any]:
         if step == 1 and b.updates is not None:
             b.updates._publisher.lost = (0,)
     publisher = b.updates._publisher if b.updates is not None else StandInPublisher()
-    return {"asked": found, "distrusted": publisher.distrusted, "pushed": publisher.pushed}
+    return {"asked": found, "distrusted": publisher.dropped, "pushed": publisher.pushed}
 
 
 def start_fails_on_one_rank() -> dict[str, Any]:

@@ -51,7 +51,7 @@ def make_spec(seconds: float, **terms: Any) -> UpdateSpec:
 
 def mark_suspect(updates: WaitedUpdates, *servers: int) -> None:
     """As all ranks agree on it."""
-    updates.updates.apply_update((), suspect=servers, drained=())
+    updates.updates.apply_agreement((), suspect=servers, drained=())
 
 
 def server_at(base_url: str, group_port: int, **more: Any) -> ServerConfig:

@@ -1,7 +1,8 @@
 """Turns samples into requests and targets into segments, with the pipeline's own copy of the template.
 
 One of the few files that know ms-swift. The template decides the prompt, the images' resized size and
-with it the coordinate space; nothing here repeats its arithmetic. Called by the pipeline's thread only.
+with it the coordinate space; nothing here repeats its arithmetic. Called by one thread at a time: the
+pipeline's, the preprocessing process's, or that of the checks at the start.
 """
 
 from __future__ import annotations

@@ -117,12 +117,11 @@ class PredictedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """The objects of one answer in text order, what was dropped, and whether its container never closed."""
+    """The objects of one answer in text order, what was dropped, and whether its container was closed."""
 
     objects: tuple[PredictedObject, ...]
     dropped: Mapping[ObjectDropReason, int]
     """By reason, reasons that occurred only."""
-    unclosed: bool
     is_whole: bool
     """True if the answer opened its container and closed it, also where objects in it were dropped."""
 
@@ -136,12 +135,12 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
     """Reads an answer of the model; no text raises.
 
     The container starts at the dialect's first bracket. Text before it, after it and after the end of
-    the turn is ignored. An answer without a container is unclosed unless it is empty.
+    the turn is ignored.
     """
     answer = text.partition(END_OF_TURN)[0]
     start = answer.find(dialect.opener)
     if start < 0:
-        return ParsedRollout((), {}, unclosed=bool(answer), is_whole=False)
+        return ParsedRollout((), {}, is_whole=False)
     objects: list[PredictedObject] = []
     dropped: Counter[ObjectDropReason] = Counter()
     names: set[str] = set()
@@ -150,7 +149,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
         if match := _SEPARATORS.match(answer, position):
             position = match.end()
         if answer.startswith(dialect.closer, position):
-            return ParsedRollout(tuple(objects), dict(dropped), unclosed=False, is_whole=True)
+            return ParsedRollout(tuple(objects), dict(dropped), is_whole=True)
         name = None
         if dialect.named and (key := _KEY.match(answer, position)):
             name, position = str(json.loads(key[1])), key.end()
@@ -162,7 +161,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
             objects.append(outcome)
         else:
             dropped[outcome] += 1
-    return ParsedRollout(tuple(objects), dict(dropped), unclosed=True, is_whole=False)
+    return ParsedRollout(tuple(objects), dict(dropped), is_whole=False)
 
 
 def _read_element(

@@ -3,7 +3,7 @@
 The only file that knows the order of the stages. A turn takes in what servers have ended, gives them more, and only
 then prepares and packs, so that they work meanwhile. It issues no collective; what it may do follows from the
 ``StepView`` that the learner publishes, and what went wrong is an attribute that the learner reads. Every sample drawn
-ends trained, quarantined, or back in the source.
+ends trained, quarantined, unused, or back in the source.
 """
 
 from __future__ import annotations

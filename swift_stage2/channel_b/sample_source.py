@@ -1,7 +1,7 @@
 """Turns the data set into this rank's own endless, resumable stream of samples.
 
 Channel A orders the same rows by ``seed + epoch``; this stream by a hash, so that both never train in step. Every
-position of an epoch's shard is *outstanding* from its first draw until it is settled (trained, or quarantined);
+position of an epoch's shard is *outstanding* from its first draw until it is settled (trained, quarantined, or unused);
 whatever is outstanding when a checkpoint is written is drawn again, first, after resume. Every change is told to
 the event log under the one lock, so that log and state agree at any moment.
 """

@@ -36,7 +36,7 @@ from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.event_log import unwritten
 from swift_stage2.telemetry.events import Checkpoint, Step
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.weights.updates import WeightUpdate
+from swift_stage2.weights.updates import UpdateNews
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Learner:
         b.schedule.is_asked_for = True
         end = time.monotonic() + b.final_evaluation_s
         with self.events.activity("evaluating"):
-            while not self._has_evaluated(b, b.evaluation, step, end):
+            while not self._has_evaluated(b.evaluation, step, end):
                 time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
         why = latest.end if latest is not None and latest.due_step == step else "none began"
@@ -183,7 +183,7 @@ class Learner:
         }
 
     def close(self) -> None:
-        """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
+        """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, publisher."""
         self.failures.stop()
         b = self.channel_b
         if b is None:
@@ -200,7 +200,7 @@ class Learner:
         if b.evaluation is not None:
             b.evaluation.close()
 
-    def _has_evaluated(self, b: ChannelB, evaluation: PinnedEvaluation, step: int, end: float) -> bool:
+    def _has_evaluated(self, evaluation: PinnedEvaluation, step: int, end: float) -> bool:
         """One agreement after training: the final weights and evaluation go on. True when nothing more can come."""
         assert self._versions is not None
         outcome, news = self._agree(step, stops=time.monotonic() >= end)
@@ -227,7 +227,7 @@ class Learner:
 
     def _agree(
         self, step: int, reservation: Reservation | None = None, *, stops: bool = False
-    ) -> tuple[GateOutcome, WeightUpdate | None]:
+    ) -> tuple[GateOutcome, UpdateNews | None]:
         """One agreement of all ranks, with what rank 0 tells beside it. If it raises, nothing reserved was trained."""
         facts = RankFacts(
             not_reserved=reservation is None,
@@ -330,8 +330,8 @@ class Learner:
             step=step,
             current_version=b.clock.current,
             begun_step=begun_step if begun_step is not None else step,
-            version_pending=versions.holds_production,
-            version_in_transfer=versions.awaits_version,
+            holds_production=versions.holds_production,
+            awaits_version=versions.awaits_version,
             versions_are_staged=versions.are_staged,
             slowest_pace=slowest_pace,
             missed_in_a_row=self._missed_in_a_row,

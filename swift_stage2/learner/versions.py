@@ -15,7 +15,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.weights.updates import WeightUpdate
+from swift_stage2.weights.updates import UpdateNews
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class LearnerVersions:
         parts: ChannelB,
         control: ControlGroup,
         events: Telemetry,
-        agree: Callable[[int], tuple[GateOutcome, WeightUpdate | None]],
+        agree: Callable[[int], tuple[GateOutcome, UpdateNews | None]],
     ) -> None:
         """``agree`` makes one agreement of all ranks outside of a step."""
         self._b = parts
@@ -99,7 +99,7 @@ class LearnerVersions:
         # One that is not proven yet would leave a gap, and a gap ages what is at hand.
         if self._is_publishing or self.awaits_version:
             if b.updates is not None:
-                b.updates.hurry()
+                b.updates.hurry("after other weights were due")
             return
         self._pending_seconds, self._due_s = time.monotonic() - self._due_s, None
         version = b.schedule.begin(step)
@@ -116,7 +116,7 @@ class LearnerVersions:
                 self._is_first = False
                 self._await_version(step)
 
-    def tell_news(self) -> WeightUpdate:
+    def tell_news(self) -> UpdateNews:
         """Tells all ranks what rank 0 has heard; a collective.
 
         Raises:
@@ -125,11 +125,11 @@ class LearnerVersions:
         updates = self._b.updates
         told = updates.collect_update().to_json() if updates is not None else None
         with self._b.snapshots.explained():
-            news = WeightUpdate.from_json(self._control.broadcast(told))
+            news = UpdateNews.from_json(self._control.broadcast(told))
         news.require_no_fault()
         return news
 
-    def apply(self, step: int, outcome: GateOutcome, news: WeightUpdate | None) -> None:
+    def apply(self, step: int, outcome: GateOutcome, news: UpdateNews | None) -> None:
         """Moves clock, client and, on rank 0, updates by what all ranks agreed on at ``step``."""
         b = self._b
         if news is not None:
@@ -159,7 +159,7 @@ class LearnerVersions:
             # Long before it begins: rank 0 may begin it, and a server install it, while others still train.
             b.client.expect(b.schedule.next_version)
         if b.updates is not None:
-            b.updates.apply_update(
+            b.updates.apply_agreement(
                 asked,
                 suspect=[server for server, flag in enumerate(outcome.servers_suspect) if flag],
                 drained=drained,
@@ -167,7 +167,7 @@ class LearnerVersions:
         if lost:
             self._events.record_warning(f"suspect until new weights prove it again: {', '.join(lost)}")
 
-    def _take_news(self, step: int, news: WeightUpdate) -> None:
+    def _take_news(self, step: int, news: UpdateNews) -> None:
         b = self._b
         for joining in news.joining:
             b.client.learn_kind(b.base_urls[joining.server], joining.kind)
@@ -185,5 +185,5 @@ class LearnerVersions:
             if outcome.stop_requested or not self.is_publishing:
                 return
             if any(self.asked) and self._b.updates is not None:
-                self._b.updates.hurry()
+                self._b.updates.hurry("after the first proof")
             time.sleep(_LOOK_S)

@@ -1,9 +1,9 @@
 """Decides when an evaluation falls due, begins, holds a sync round back, and ends; identical on all ranks.
 
-One evaluation runs at a time, under one version: while it asks, a round that falls due waits, or, if servers stage
-their weights, only its installs do, for at most ``max_round_delay_steps`` steps. Then it is cut: it asks for no more,
-and ends once what was in flight is counted; the round waits for what is in flight, not for the counting. Fed only with
-facts that all ranks agreed on; called by the pinned evaluation at every step.
+One evaluation runs at a time, under one version: while it asks, a round that falls due waits, for at most
+``max_round_delay_steps`` steps. Then it is cut: it asks for no more, and ends once what was in flight is counted; the
+round waits for what is in flight, not for the counting. Fed only with facts that all ranks agreed on; called by the
+pinned evaluation at every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class EvaluationEnd(StrEnum):
     COMPLETE = "complete"
     """Every sample was answered, or given up."""
     ROUND_DUE = "round_due"
-    """A sync round, or its installs, could be held back no longer."""
+    """A sync round could be held back no longer."""
     NO_SERVER = "no_server"
     """No proven server was left."""
     PIPELINE_FAILED = "pipeline_failed"
@@ -100,7 +100,7 @@ class EvaluationSchedule:
     def begin_if_due(self, step: int, version: int, *, may_begin: bool) -> RunningEvaluation | None:
         """Called at every step once, and after training again and again; what begins.
 
-        ``may_begin``: the fence is open and no round is pending.
+        ``may_begin``: a server is asked, and no round is pending.
         """
         if step > 0 and step % self._every_steps == 0 and self._final_step is None:
             self._due_step = step

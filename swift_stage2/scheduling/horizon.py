@@ -88,12 +88,12 @@ class PacerInputs:
     current_version: int
     begun_step: int
     """From which the cadence counts, as ``VersionSchedule`` has it: of the version in transfer, if one is."""
-    version_pending: bool = False
-    """The fence is closed for a fenced round: a POST asked for now starts after it."""
+    holds_production: bool = False
+    """New weights wait for what is in flight: a POST asked for now starts after them."""
     versions_are_staged: bool = False
     """Servers answer while the next weights arrive, so that rounds close no fence."""
-    version_in_transfer: bool = False
-    """A staged round has begun, and no proof of it has been heard yet."""
+    awaits_version: bool = False
+    """A version has begun on servers that stage, and no proof of it has been heard yet."""
     ready_versions: tuple[int, ...] = ()
     """Versions of the ready packs, oldest first."""
     in_making: tuple[PackInMaking, ...] = ()
@@ -175,7 +175,7 @@ class Horizon:
     @property
     def start(self) -> float:
         """The position at which a request that is asked for now is sent."""
-        return self._next_step if self.inputs.version_pending else self.inputs.position
+        return self._next_step if self.inputs.holds_production else self.inputs.position
 
     @property
     def first(self) -> int:
@@ -192,7 +192,7 @@ class Horizon:
 
         Its first step is always within reach: one step later it would be missed for sure.
         """
-        begun_under = self.inputs.current_version + self.inputs.version_pending
+        begun_under = self.inputs.current_version + self.inputs.holds_production
         return step == self.first or (step > self.first and self.is_fresh(begun_under, step, self.released))
 
     def is_fresh(self, version: int, step: int, held_until: int) -> bool:
@@ -210,12 +210,12 @@ class Horizon:
         """
         inputs, cadence = self.inputs, self.sync_every_steps
         due = inputs.begun_step + cadence
-        if inputs.versions_are_staged and not inputs.version_pending:
-            begun = inputs.begun_step if inputs.version_in_transfer else max(due, self._next_step)
+        if inputs.versions_are_staged and not inputs.holds_production:
+            begun = inputs.begun_step if inputs.awaits_version else max(due, self._next_step)
             heard = max(begun, self._next_step)
             first, second = heard + 1, max(begun + cadence, max(heard, held_until) + 1) + 1
         else:
-            first = self._next_step if inputs.version_pending else max(due, self._next_step, held_until)
+            first = self._next_step if inputs.holds_production else max(due, self._next_step, held_until)
             second = max(first + cadence, held_until)
         later = 1 + (step - second) // self.spacing if step >= second else 0
         return inputs.current_version + (step >= first) + later

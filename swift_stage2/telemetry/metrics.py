@@ -148,7 +148,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "prefetch_last_progress_s_ago", Merge.MAX, "seconds since a pipeline last made a segment or a pack"
     ),
-    _gauge("sync_pending", Merge.SAME, "1 while a round is due and waits for the drain"),
+    _gauge("sync_pending", Merge.SAME, "1 while a round is due and waits for a push or an evaluation"),
     _gauge("sync_in_transfer", Merge.SAME, "1 while servers take and prove weights, beside training"),
     _gauge("infer_inflight", Merge.SUM, "tickets of the fence that are out"),
 )

@@ -1,1 +1,1 @@
-"""Weights on their way to servers: export, checksums, transports, push and proof, the sync round."""
+"""Weights on their way to servers: export, snapshot, checksums, transports, pushes and their proof."""

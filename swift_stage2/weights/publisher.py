@@ -66,8 +66,8 @@ class Publisher:
     def confirm(self, version: int) -> None:
         """All ranks have heard that a server has proven it: what lies of it on a disk is a version of the run."""
 
-    def mark_suspect(self, server: int) -> None:
-        """Connections to it are not used again: it may come back as another process."""
+    def drop_connection(self, server: int) -> None:
+        """The next push connects anew: the server may come back as another process."""
 
     def lost_servers(self) -> tuple[int, ...]:
         """Servers of which what is kept between pushes shows that they have gone."""
@@ -142,14 +142,14 @@ class ThreadPublisher(Publisher):
         self._kept: dict[
             int, WeightTransport
         ] = {}  # by server, what outlives a push; a push has it meanwhile
-        self._distrusted: set[int] = set()
+        self._dropped: set[int] = set()
         self.installing = threading.Lock()
         """Held by servers that are asked, so that others answer while one installs. That is worth no server: who holds
         it may hang, or wait for long answers."""
 
     def push(self, server: int, spec: UpdateSpec, snapshot: SnapshotFile) -> None:
-        push = _Push(self, server, spec, snapshot, self._kept.pop(server, None), server in self._distrusted)
-        self._distrusted.discard(server)
+        push = _Push(self, server, spec, snapshot, self._kept.pop(server, None), server in self._dropped)
+        self._dropped.discard(server)
         with self._changed:
             self._running[server] = push
         threading.Thread(
@@ -168,11 +168,11 @@ class ThreadPublisher(Publisher):
         if self.disk is not None:
             self.disk.confirm(version)
 
-    def mark_suspect(self, server: int) -> None:
-        self._distrusted.add(server)
+    def drop_connection(self, server: int) -> None:
+        self._dropped.add(server)
 
     def lost_servers(self) -> tuple[int, ...]:
-        kept = [(server, each) for server, each in list(self._kept.items()) if server not in self._distrusted]
+        kept = [(server, each) for server, each in list(self._kept.items()) if server not in self._dropped]
         return tuple(server for server, each in kept if each.is_lost())
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class _Push:
     """Brings one server to one version: asks who it is, connects, carries, installs, proves.
 
     Each runs on a daemon thread, because a transfer that hangs cannot be joined, and reads the snapshot at its own
-    pace. ``transport`` is what the one before has kept; a ``distrusted`` one is replaced.
+    pace. ``transport`` is what the one before has kept; it is replaced if the push ``starts_anew``.
     """
 
     def __init__(
@@ -212,14 +212,14 @@ class _Push:
         spec: UpdateSpec,
         snapshot: SnapshotFile,
         transport: WeightTransport | None,
-        is_distrusted: bool,
+        starts_anew: bool,
     ) -> None:
         self.number, self.server = number, publisher.servers[number]
         self.transport = transport
         self.is_wanted = True
         self._publisher = publisher
         self._spec, self._snapshot = spec, snapshot
-        self._is_distrusted = is_distrusted
+        self._starts_anew = starts_anew
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._proof = self._carried_by = ""
@@ -247,7 +247,7 @@ class _Push:
 
     def _update(self, session: ServerSession) -> None:
         spec, snapshot = self._spec, self._snapshot
-        if self._is_distrusted:
+        if self._starts_anew:
             self._drop_transport()
         with self._phase("begin"):
             info = session.info(spec.deadline)

@@ -120,8 +120,8 @@ class ProcessPublisher(Publisher):
     def confirm(self, version: int) -> None:
         self._worker.send(methodcaller("confirm", version))
 
-    def mark_suspect(self, server: int) -> None:
-        self._worker.send(methodcaller("mark_suspect", server))
+    def drop_connection(self, server: int) -> None:
+        self._worker.send(methodcaller("drop_connection", server))
 
     def lost_servers(self) -> tuple[int, ...]:
         """As ``Publisher.lost_servers``, as far as the process has found it out; it looks every second."""

@@ -2,7 +2,7 @@
 
 One rule for all: a server that stands ready, or has proven an older version, gets the newest one as soon as its life
 allows it. First weights, a retry, a server that joins late and one that was restarted are that rule. What must agree
-with the other ranks leaves by ``facts`` and comes back by ``apply_update``; nothing here waits.
+with the other ranks leaves by ``facts`` and comes back by ``apply_agreement``; nothing here waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UpdateFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightUpdate:
+class UpdateNews:
     """What all ranks are told, as JSON, once there is news."""
 
     outcome: RoundOutcome | None = None
@@ -60,11 +60,11 @@ class WeightUpdate:
         return _NEWS.dump_python(self, mode="json")  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> WeightUpdate:
+    def from_json(cls, data: dict[str, Any]) -> UpdateNews:
         return _NEWS.validate_python(data)
 
 
-_NEWS = TypeAdapter(WeightUpdate)
+_NEWS = TypeAdapter(UpdateNews)
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _Newest:
 
 
 class Updates:
-    """All servers of a run. ``facts``, ``apply_update``, ``begin``, ``collect_update``: rank 0's main thread only."""
+    """All servers of a run; ``facts``, ``apply_agreement``, ``begin`` and ``collect_update`` on one thread."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Updates:
             ),
         )
 
-    def apply_update(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
+    def apply_agreement(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
         """Takes what all ranks have agreed on: versions that are asked, who is suspect, where nothing is in flight."""
         for server in suspect:
             self._fail(server)
@@ -178,18 +178,18 @@ class Updates:
         self._push_where_possible()  # to who is drained: the other ranks know as much
         self._watch_away()
 
-    def hurry(self) -> None:
-        """Another version is due: pushes that run have ``straggler_s`` from now on."""
+    def hurry(self, since: str) -> None:
+        """Pushes that run have ``straggler_s`` from now on; ``since`` says after what."""
         end = time.monotonic() + self._straggler_s
-        limit = f"{self._straggler_s:g} s of the moment at which other weights were due"
+        limit = f"{self._straggler_s:g} s {since}"
         self._ends = {server: min(each, (end, limit)) for server, each in self._ends.items()}
 
-    def collect_update(self) -> WeightUpdate:
+    def collect_update(self) -> UpdateNews:
         """What all ranks are to be told; told once."""
         newest = self._newest
         outcome = self._take_outcome(newest) if newest is not None and self._has_outcome else None
         joining, self._joining = tuple(self._joining), []
-        return WeightUpdate(outcome=outcome, joining=joining, learner_fault=self._fault)
+        return UpdateNews(outcome=outcome, joining=joining, learner_fault=self._fault)
 
     def close(self) -> None:
         """Ends pushes that run, after some time for them, and closes what is kept."""
@@ -309,14 +309,17 @@ class Updates:
     def _fail(self, server: int) -> None:
         if self.lives[server].failed(self._step):
             self._wired.discard(server)
-            self._publisher.mark_suspect(server)
+            self._publisher.drop_connection(server)
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
-        late = [limit for moment, limit in self._ends.values() if now > moment]
+        late = {server: limit for server, (moment, limit) in self._ends.items() if now > moment}
         if late:
-            self._publisher.give_up(f"the server did not take and prove the weights within {late[0]}")
+            self._publisher.give_up("a push to another server was late, and all that ran were ended with it")
             for server, result in self._publisher.take_results():
+                if server in late and not (isinstance(result, ServerReport) and result.proven):
+                    error = f"the server did not take and prove the weights within {late[server]}"
+                    result = ServerReport.failed(error)
                 self._take_result(server, result)
 
     def _watch_away(self) -> None:

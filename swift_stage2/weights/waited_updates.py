@@ -83,7 +83,7 @@ class WaitedUpdates:
     def look(self) -> RoundOutcome | None:
         """How it has ended, once it has. Raises as ``run`` does."""
         facts = self.updates.facts(self.version)
-        self.updates.apply_update(facts.proven, suspect=(), drained=range(len(self.lives)))
+        self.updates.apply_agreement(facts.proven, suspect=(), drained=range(len(self.lives)))
         if facts.has_update:
             news = self.updates.collect_update()
             news.require_no_fault()

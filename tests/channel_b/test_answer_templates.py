@@ -138,7 +138,7 @@ def check_target(objects: Sequence[Object], template: AnswerTemplate, text: str)
     parsed = parse_rollout(text, template.dialect)
     assert parsed.objects == tuple(PredictedObject(label, box) for label, box in objects)
     assert not parsed.dropped
-    assert not parsed.unclosed
+    assert parsed.is_whole
 
 
 @given(STYLES, st.permutations([[A], [B, A], [("é", (1, 1, 2, 2))], []]))

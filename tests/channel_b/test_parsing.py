@@ -30,7 +30,7 @@ def check(
     parsed = parse_rollout(text, DIALECTS[dialect])
     assert parsed.objects == objects
     assert parsed.dropped == dropped
-    assert parsed.unclosed is unclosed
+    assert parsed.is_whole is not (unclosed or not text.partition("<|im_end|>")[0])
     assert parsed.counted == (() if unclosed else objects)
 
 
@@ -254,7 +254,7 @@ def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
     cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], DIALECTS[dialect])
     assert cut.objects == expected[: len(cut.objects)]
     assert not cut.dropped
-    assert cut.unclosed
+    assert not cut.is_whole
 
 
 @given(
@@ -269,7 +269,7 @@ def test_elements_do_not_influence_each_other(elements: list[str]) -> None:
     assert whole.objects == tuple(found for one in alone for found in one.objects)
     assert sum(whole.dropped.values()) == sum(sum(one.dropped.values()) for one in alone)
     assert len(whole.objects) + sum(whole.dropped.values()) == len(elements)
-    assert not whole.unclosed
+    assert whole.is_whole
 
 
 WORDS = '"bbox_2d": "label": "desc": "object_1": "a" [1,2,3,4] - 1e9 0 true NaN \\u \\ud800 é ```json'

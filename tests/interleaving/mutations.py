@@ -204,8 +204,8 @@ class ForgivingClient(RolloutClient):
 class ForgivingUpdates(WatchedUpdates):
     """A server that is suspected while a push runs to it is proven by that push."""
 
-    def apply_update(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
-        super().apply_update(asked, [each for each in suspect if not self.lives[each].is_pushing], drained)
+    def apply_agreement(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
+        super().apply_agreement(asked, [each for each in suspect if not self.lives[each].is_pushing], drained)
 
 
 class UndrainedUpdates(WatchedUpdates):

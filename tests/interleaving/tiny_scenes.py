@@ -43,6 +43,7 @@ def fence_scene(fence_type: type[InferFence], num_posters: int, num_rounds: int)
             [Event() for _ in range(num_posters)],
         )
         fence.on_change = lambda: [each.set() for each in changed]  # type: ignore[assignment]
+        InferFence.reopen(fence, 0)
 
         def post(poster: int) -> None:
             ticket = await_ticket(fence, changed[poster])
@@ -77,7 +78,7 @@ def shutdown_scene(num_posters: int) -> Callable[[], None]:
     """Nobody who waits for a ticket is left behind by a shutdown."""
 
     def work() -> None:
-        fence, changed = InferFence(start_closed=True), [Event() for _ in range(num_posters)]
+        fence, changed = InferFence(), [Event() for _ in range(num_posters)]
         fence.on_change = lambda: [each.set() for each in changed]  # type: ignore[assignment]
 
         def post(poster: int) -> None:

@@ -101,7 +101,8 @@ class SimulatedRank:
             setting.queue_limit, setting.window, lambda pack, reason: self._count_expired(pack)
         )
         self.clock = VersionClock(1)
-        self.fence = InferFence(version=1)
+        self.fence = InferFence()
+        self.fence.reopen(1)
         self.random = random.Random(setting.seed * 1009 + index)
         self.bounds = setting.durations[index]
         self.meter = ProductionMeter()
@@ -130,9 +131,9 @@ class SimulatedRank:
             progress=now - int(now),
             current_version=self.clock.current,
             begun_step=schedule.begun_step,
-            version_pending=not self.fence.is_open,
+            holds_production=not self.fence.is_open,
             versions_are_staged=staged,
-            version_in_transfer=versions.is_awaited,
+            awaits_version=versions.is_awaited,
             ready_versions=self.queue.peek_versions(),
             pace=self.meter.pace,
             slowest_pace=self.gate.pace if self.gate else INSTANT,

@@ -172,9 +172,9 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
         progress=st.floats(0, 0.99),
         current_version=st.integers(5, 10),
         begun_step=st.integers(10, 20),
-        version_pending=st.booleans(),
+        holds_production=st.booleans(),
         versions_are_staged=st.booleans(),
-        version_in_transfer=st.booleans(),
+        awaits_version=st.booleans(),
         ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
         pace=st.none() | paces,
         slowest_pace=paces,
@@ -217,19 +217,19 @@ COMING = (PackInMaking(5, 14.5),)
     ("inputs", "cadence", "rounds"),
     [
         (AT_10, 4, (13, 17)),
-        (replace(AT_10, version_pending=True), 2, (11, 13)),
+        (replace(AT_10, holds_production=True), 2, (11, 13)),
         # What is in the making holds the next round, or the one behind it.
         (replace(AT_10, in_making=COMING), 1, (15, 16)),
-        (replace(AT_10, in_making=COMING, version_pending=True), 2, (11, 15)),
+        (replace(AT_10, in_making=COMING, holds_production=True), 2, (11, 15)),
         # Due at 11 and heard in 11 at the earliest, which the packs of 12 are the first to meet.
         (STAGED, 4, (12, 16)),
         (replace(STAGED, in_making=COMING), 1, (12, 17)),
         # The cadence counts from the snapshot of a version in transfer.
-        (replace(STAGED, version_in_transfer=True, begun_step=10), 4, (12, 15)),
-        (replace(STAGED, version_in_transfer=True, begun_step=9), 4, (12, 14)),
-        (replace(STAGED, version_in_transfer=True, begun_step=6), 4, (12, 13)),
+        (replace(STAGED, awaits_version=True, begun_step=10), 4, (12, 15)),
+        (replace(STAGED, awaits_version=True, begun_step=9), 4, (12, 14)),
+        (replace(STAGED, awaits_version=True, begun_step=6), 4, (12, 13)),
         # A fenced round that is pending among staged ones.
-        (replace(STAGED, version_pending=True), 2, (11, 13)),
+        (replace(STAGED, holds_production=True), 2, (11, 13)),
     ],
 )
 def test_rounds_follow_the_cadence_and_wait_for_what_holds_them(
@@ -248,7 +248,7 @@ def test_rounds_follow_the_cadence_and_wait_for_what_holds_them(
         (replace(AT_10, pace=ProductionPace(3.0, 0.5)), 1, [14]),  # a quick one is stale there, but later is too late
         (replace(AT_10, pace=ProductionPace(0.5, 0.5)), 1, [11, 12]),
         (replace(AT_10, pace=ProductionPace(0.5, 0.5), slowest_pace=ProductionPace(6.0, 6.0)), 1, [*range(11, 19)]),
-        (replace(AT_10, version_pending=True), 2, [15, 16, 17]),
+        (replace(AT_10, holds_production=True), 2, [15, 16, 17]),
         (STAGED, 1, [14, 15, 16]),  # heard in 14, the next one begins at 15 and counts from 16
     ],
 )  # fmt: skip

@@ -313,9 +313,9 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
         while updates.lives[1 - hangs].version < 2:
             assert updates.look() is None
             time.sleep(0.005)
-        updates.updates.hurry()
+        updates.updates.hurry("after other weights were due")
         outcome = updates.wait()
     finally:
         let_go.set()
     assert (outcome.proven, outcome.failed) == ((1 - hangs,), (hangs,))
-    assert "0.8 s of the moment at which other weights were due" in str(outcome.reports[hangs].error)
+    assert "0.8 s after other weights were due" in str(outcome.reports[hangs].error)

