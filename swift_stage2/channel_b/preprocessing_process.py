@@ -163,6 +163,7 @@ class ProcessPreprocessor(Preprocessor):
         except Exception as error:  # raised again, or told as what the start failed of
             if future is not self._ready:
                 raise
+            self.interrupt()  # another process would load no better, and no row is to blame
             raise PreprocessorLost(
                 f"the preprocessing process must be able to {what}, got {type(error).__name__}: {error}; if it is well "
                 "with stage2_ab.channel_b.preprocessing: thread, something that the learner loads does not reach it: "

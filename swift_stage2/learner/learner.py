@@ -151,6 +151,7 @@ class Learner:
         self._has_trained = True
         b.evaluation.schedule.ask_for_final(step)
         b.schedule.is_asked_for = True
+        self.control.gather("")  # rank 0 may still write what the others do not
         end = time.monotonic() + b.final_evaluation_s
         with self.events.activity("evaluating"):
             while not self._has_evaluated(b.evaluation, step, end):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -200,6 +201,12 @@ def _make_updates(
     base_urls = [server.base_url for server in rollout.servers]
     ours = {url for url, kind in servers.kinds.items() if kind.is_ours}
     device = next(given.module.parameters()).device
+
+    def tell_of_loss(server: int, version: int) -> None:
+        """At once: the step's vector carries it as well, but until then other ranks would believe its answers."""
+        with suppress(RuntimeError):  # torchrun, which keeps the notes, has gone
+            control.notes.write(_note_of_loss(base_urls[server], version), "lost")
+
     return Updates(
         [
             ServerLife(
@@ -225,10 +232,7 @@ def _make_updates(
         straggler_s=sync.straggler_s
         + (rollout.request_timeout_s if sync.on_pending is not OnPending.ABORT else 0.0),
         sync_every_steps=config.stage2_ab.channel_b.prefetch.sync_every_steps,
-        # Told at once: the step's vector carries it as well, but until then other ranks would believe its answers.
-        on_lost=lambda server, version: control.notes.write(
-            _note_of_loss(base_urls[server], version), "lost"
-        ),
+        on_lost=tell_of_loss,
     )
 
 

@@ -37,6 +37,7 @@ from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
+    from swift_stage2.rollout_server.weight_slot import WeightSlot
     from swift_stage2.servers.http_app import HttpServer
 
 _log = logging.getLogger(__name__)
@@ -129,7 +130,9 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     server = HttpServer(service.app(command.api_key), service.end_work)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(engine, server, f"{host}:{port}", ended), daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(engine, server, f"{host}:{port}", service.slot, ended), daemon=True
+    ).start()
     server.serve_on(listener)
     ended.set()
     broken = engine.status()
@@ -143,14 +146,17 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     return _EXIT_USER_ERROR if never_loaded else 1
 
 
-def _watch(engine: Engine, server: HttpServer, address: str, ended: threading.Event) -> None:
-    """Tells when the engine is ready, gives memory back while it idles, and ends the server when the engine breaks:
-    only a new process helps then."""
+def _watch(
+    engine: Engine, server: HttpServer, address: str, slot: WeightSlot, ended: threading.Event
+) -> None:
+    """Tells when the engine is ready, gives memory back while it idles, and that of offers that are late, and ends the
+    server when the engine breaks: only a new process helps then."""
     engine.wait_loaded(_LOAD_POLL_S)
     if engine.status().state is EngineState.READY:
         _log.info("serving %s on http://%s", engine.model, address)
     heap = HeapTrim()
     while (status := engine.status()).state is not EngineState.BROKEN and not ended.wait(_ENGINE_POLL_S):
+        slot.end_late_offer()
         if status.num_waiting + status.num_running == 0:
             heap.after_round()  # or after requests: pictures leave heaps behind as pushes do
     server.should_exit = True

@@ -82,6 +82,7 @@ class WeightSlot:
         self._changed = threading.Condition()  # its lock guards all below
         self._is_offering = False
         self._offered: WeightSource | None = None
+        self._offered_until_s = 0.0
         self._installing: WeightSource | None = None
         self._proof: WeightProof | None = None
         self._gate: Future[None] | None = None  # while it is shut
@@ -151,6 +152,7 @@ class WeightSlot:
         finally:
             with self._changed:
                 self._is_offering, self._offered = False, source
+                self._offered_until_s = time.monotonic() + offer.timeout_s
                 self._changed.notify_all()
                 if self._closed and source is not None:
                     source.close()
@@ -190,6 +192,14 @@ class WeightSlot:
                 self._installing = None
                 self._changed.notify_all()
             _let_go(offered)
+
+    def end_late_offer(self) -> None:
+        """Lets go of weights that nobody has installed in the offer's time: a learner that was killed leaves them."""
+        with self._changed:
+            if self._offered is None or time.monotonic() < self._offered_until_s:
+                return
+            late, self._offered = self._offered, None
+        _let_go(late)
 
     def close(self) -> None:
         """Ends offer and install, and whatever waits for them; nothing is taken any more."""

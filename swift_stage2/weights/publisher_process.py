@@ -103,13 +103,12 @@ class ProcessPublisher(Publisher):
     def take_results(self) -> Sequence[tuple[int, PushResult]]:
         """As ``Publisher.take_results``. A process that has died is replaced ahead of the next push, unless it did so
         before it had carried anything."""
-        if self._worker.has_ended:
+        if self._worker.has_ended and self._worker.has_carried:
             self._bury()
-            if self._worker.has_carried:
-                try:
-                    self._worker = self._start()
-                except OSError as error:  # the next step tries again, and ``push`` fails
-                    logger.warning("no process can be started to publish weights: %s", error)
+            try:
+                self._worker = self._start()
+            except OSError as error:  # the next step tries again, and ``push`` fails
+                logger.warning("no process can be started to publish weights: %s", error)
         return super().take_results()
 
     def give_up(self, error: str) -> None:

@@ -144,11 +144,13 @@ class Updates:
         for server, result in self._publisher.take_results():
             self._take_result(server, result)
         self._give_up_late()
-        for joining in self._health.take_joining():
-            self.lives[joining.server].stages = joining.kind.is_ours
-            self._joining.append(joining)
         for server in self._health.take_answering():
             self.lives[server].answered()
+        for (
+            joining
+        ) in self._health.take_joining():  # last: a server is told as joining before it is answering
+            self.lives[joining.server].stages = joining.kind.is_ours
+            self._joining.append(joining)
         for server in self._publisher.lost_servers():
             if version := self.lives[server].version:
                 self._on_lost(server, version)
@@ -313,8 +315,9 @@ class Updates:
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
-        late = {server: limit for server, (moment, limit) in self._ends.items() if now > moment}
-        if late:
+        if any(now > moment for moment, _ in self._ends.values()):
+            # Also those that began with it, a moment later.
+            late = {server: limit for server, (moment, limit) in self._ends.items() if now > moment - 1.0}
             self._publisher.give_up("a push to another server was late, and all that ran were ended with it")
             for server, result in self._publisher.take_results():
                 if server in late and not (isinstance(result, ServerReport) and result.proven):

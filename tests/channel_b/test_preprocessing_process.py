@@ -224,6 +224,16 @@ def test_a_template_that_cannot_be_loaded_there_is_told(
         process.await_ready()
 
 
+def test_a_process_that_cannot_take_the_place_of_one_that_ended_blames_no_row(
+    own: ProcessPreprocessor, tmp_path: Path, encoder: Encoder, rows: Rows
+) -> None:
+    own.await_ready()
+    (tmp_path / "light.py").write_text("raise RuntimeError('edited meanwhile')")
+    os.kill(own.pid or 0, signal.SIGKILL)
+    with pytest.raises(PreprocessorLost, match="edited meanwhile"):
+        own.encode(rollouts_of(encoder, rows)[:2])
+
+
 def test_signals_to_the_whole_group_leave_it_to_its_rank(
     shared: ProcessPreprocessor, encoder: Encoder, rows: Rows
 ) -> None:

@@ -126,6 +126,15 @@ def refusal(call: Callable[[], object]) -> RefusalReason:
 # --- offers ------------------------------------------------------------------------------------------
 
 
+def test_an_offer_ends_with_its_time(slot: WeightSlot) -> None:
+    share(slot).close()
+    slot.end_late_offer()
+    install(slot)
+    share(slot, 8, timeout_s=1e-9).close()
+    slot.end_late_offer()
+    assert refusal(lambda: install(slot, 8)) is RefusalReason.NO_WEIGHTS
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
