@@ -26,7 +26,7 @@ def test_a_silence_of_channel_b_tells_what_its_pipeline_has_waited_for_long(
     learner: Any = SimpleNamespace(
         starvation=StarvationWatch(200),
         fail_when_starved=False,
-        channel_b=SimpleNamespace(pipeline=SimpleNamespace(standing=standing)),
+        channel_b=SimpleNamespace(pipeline=SimpleNamespace(current_activity=standing)),
         events=SimpleNamespace(record_warning=lambda message: told.append(message)),
     )
     for _ in range(8):

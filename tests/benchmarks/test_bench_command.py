@@ -10,7 +10,7 @@ import pytest
 from benchmarks import command
 from benchmarks.benches import BENCHES
 from swift_stage2.cli import ended
-from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.errors import UserError
 
 MISTAKES = {
     "plan --ranks 2 0": "--ranks must be at least 2, got 0; leave it out for the default",
@@ -52,17 +52,3 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="--output must be a new directory"):
         command.main(["plan", "--output", str(tmp_path)])
-
-
-def test_a_child_that_failed_is_one_line_and_status_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = importlib.import_module(BENCHES["overhead"].path)
-
-    def fail(options: object, directory: Path) -> int:
-        raise ChildFailed("plain ended with status 1: no luck; see /tmp/log")
-
-    monkeypatch.setattr(module, "run", fail)
-    assert line(f"overhead --output {tmp_path / 'out'}") == 1
-    told = "swift-stage2 bench: error: plain ended with status 1: no luck; see /tmp/log\n"
-    assert capsys.readouterr().err == told
