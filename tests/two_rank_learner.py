@@ -61,7 +61,7 @@ class StandInPack:
 class StandInPipeline:
     failure: BaseException | None = None
     production_pace: None = None
-    standing: None = None
+    current_activity: None = None
 
     def start(self) -> None: ...
 
