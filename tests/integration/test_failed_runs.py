@@ -117,9 +117,6 @@ def test_a_model_that_was_cut_is_told_in_one_line_by_every_start(tmp_path: Path,
     assert f"swift.model must hold whole weights, got {weights} of 3,333,084 bytes" in line
     done = torchrun(config, ranks=2)
     assert "swift-stage2 train: error: swift.model must hold whole weights" in done.stdout
-    said = [line for line in done.stdout.splitlines() if line.strip()]
-    # Torchrun's own last words
-    assert said[-2].strip().startswith("traceback : swift.model must hold whole weights")
 
 
 @pytest.mark.parametrize("action", ["warn", pytest.param("off", marks=pytest.mark.slow)])
