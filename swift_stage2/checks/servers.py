@@ -212,6 +212,8 @@ def explain(fault: ServerFault, session: ServerSession, config: Stage2Config) ->
         )
     if fault.is_foreign:
         return foreign(session, fault)
+    if fault.kind is FaultKind.UNREACHABLE:
+        return ServerUnavailable(str(fault))
     return ServerUnavailable(
         str(fault),
         remedy="wait if it is loading or busy with rollouts, and run the doctor again; else read the server's log and "

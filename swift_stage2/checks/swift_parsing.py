@@ -113,6 +113,8 @@ def _plugin_behind(error: Exception) -> str:
 def _refusal(words: str, where: str) -> ConfigError:
     reason = without_list(" ".join(words.split()))
     remedy = _REMEDIES.get(where, f"its option --NAME is the key NAME of {where}")
+    if "process group has not been" in reason:
+        remedy = "start by swift-stage2 launch, or torchrun: swift.ddp_backend is for ranks"
     return ConfigError(f"ms-swift refuses {where}: {reason}", remedy=f"correct it ({remedy})")
 
 

@@ -66,7 +66,7 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
     if type(default) in (int, float) and isinstance(value, int | float):
         remedy = f"the default is {default:g}"
     if isinstance(value, str) and error["type"].startswith(("int", "float", "bool")):
-        remedy = "write it without quotes, a number such as 1e-5 as 1.0e-5"
+        remedy = "write a number without quotes, and 1e-5 as 1.0e-5"
     return ConfigError(
         f"{full} {rule}",
         got=f"{full.rpartition('.')[2]}={value!r:.{_LONGEST_SHOWN}}",
@@ -76,14 +76,14 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
 
 def _unknown_key(section: type, key: str, above: Sequence[int | str], around: str) -> ConfigError:
     known, parent = dict(_all_keys(section)), _pattern(above)
-    where = f"section {around}" if around else "the top level"
+    where = f"in section {around}" if around else "at the top level"
     valid = tuple(path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == parent)
     remedy = f"its keys are {', '.join(valid)}"
     if elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
         remedy = f"it belongs at {' or '.join(map(repr, elsewhere))}"
     elif near := closest(key, valid):
         remedy = f"did you mean {near!r}?"
-    return ConfigError(f"unknown key {key!r} in {where}", remedy=remedy)
+    return ConfigError(f"unknown key {key!r} {where}", remedy=remedy)
 
 
 def _all_keys(section: type, place: str = "") -> Iterator[tuple[str, Any]]:

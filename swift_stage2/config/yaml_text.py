@@ -131,7 +131,7 @@ def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[
             raise UserError(
                 f"{option} must be KEY=VALUE",
                 got=f"{word!r}",
-                remedy=f"write it like {option} tuner_type=full",
+                remedy=f"write it like {option} {'swift.' * (option == '--set')}tuner_type=full",
             )
         place: Any = data
         for name in sections:

@@ -105,7 +105,7 @@ def launch(
         elif status > _SIGNALLED and plan.learner is not None:
             show(f"[launch] go on: swift-stage2 launch {shlex.quote(str(config_path))} --resume")
         how = "finished" if status == 0 else f"ended with status {status}"
-        show(f"[launch] {how}; run directory {run_dir or 'none was begun'}; logs in {plan.log_dir}")
+        show(f"[launch] {how}; run directory {run_dir or 'was not made'}; logs in {plan.log_dir}")
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it
         return status

@@ -288,7 +288,9 @@ class Engine(ABC):
         except UserError as error:
             self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread
-            _log.exception("the engine's thread ends")
+            # A model that does not load is told in one line, by who started the server.
+            level = logging.ERROR if self._loaded.is_set() else logging.DEBUG
+            _log.log(level, "the engine's thread ends", exc_info=True)
             self._stop(EngineState.BROKEN, f"{type(error).__name__}: {error}")
         finally:
             self._loaded.set()
