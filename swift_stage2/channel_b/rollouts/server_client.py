@@ -131,7 +131,7 @@ class ServerClient:
     @property
     def is_settling(self) -> bool:
         """True while the server may still compute a request that this rank has abandoned."""
-        return self.state.settle_by is not None
+        return self.state.is_settling
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """Has them asked, at once or when a place gets free. Each comes back, whatever happens."""
@@ -265,8 +265,7 @@ class ServerClient:
         self._limit.observe(result.end, began_s=began_s, ended_s=ended_s, most=most, num_requests=len(asks))
         # While the ticket is held: a drained fence with nothing unsettled must mean an idle server.
         is_abandoned = result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED)
-        settle_by = ended_s + self._client.request_timeout_s if is_abandoned else None
-        is_known = self.state.end_post(post, settle_by=settle_by)
+        is_known = self.state.end_post(post, is_abandoned=is_abandoned)
         if not is_known:
             result = PostResult(PostEnd.LOST, f"{self.base_url}: it became suspect while this was asked")
         if observer is not None:
@@ -320,13 +319,14 @@ class ServerClient:
     async def settle(self) -> None:
         """Asks the ordered call until it answers or the server becomes suspect, within a request's time.
 
-        The call that was sent after a POST settles it, whoever abandoned it. Raises Unasked: it is not settled.
+        The call that was sent after a POST settles it, whoever abandoned it, and waits for those of other ranks, which have
+        a request's time as well. Raises Unasked: it is not settled.
         """
         if not self.is_settling:
             return
         async with self._settling:  # deadline: who holds it has one
-            settle_by, posts = self.state.settle_by, self.state.abandoned()
-            if settle_by is None:
+            posts, settle_by = self.state.abandoned(), time.monotonic() + self.request_timeout_s
+            if not posts:
                 return
             if not self.state.is_proven or self.is_stopping:
                 raise Unasked

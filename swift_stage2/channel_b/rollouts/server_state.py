@@ -31,8 +31,6 @@ class InFlightRequest:
 
     may_answer: set[int]
     """Versions that the server had proven when it left, or may have taken since."""
-    settle_by: float | None = None
-    """Moment by which it has to be settled, once it is abandoned."""
     is_wanted: bool = True
     """False once its server was withdrawn or suspected; a later proof does not bring it back."""
 
@@ -79,10 +77,9 @@ class ServerState:
         """True once its prompt was the learner's for any sample; forgotten when it was not proven meanwhile."""
 
     @property
-    def settle_by(self) -> float | None:
-        """Moment by which all abandoned POSTs have to be settled; None if the server is busy with none."""
-        with self._lock:
-            return max((post.settle_by or 0.0 for post in self._abandoned), default=None)
+    def is_settling(self) -> bool:
+        """True while the server may still compute a request that this rank has abandoned."""
+        return bool(self._abandoned)
 
     @property
     def streams(self) -> bool:
@@ -164,17 +161,16 @@ class ServerState:
             self._out.add(post)
             return post
 
-    def end_post(self, post: InFlightRequest, *, settle_by: float | None = None) -> bool:
+    def end_post(self, post: InFlightRequest, *, is_abandoned: bool = False) -> bool:
         """It is out no more; False if the server has become suspect meanwhile, which ends all that is known of it.
 
-        With ``settle_by`` its answer is not waited for, and the server may still be computing it.
+        ``is_abandoned``: its answer is not waited for, and the server may still be computing it.
         """
         with self._lock:
             if post not in self._out:
                 return False
             self._out.remove(post)
-            if settle_by is not None:
-                post.settle_by = settle_by
+            if is_abandoned:
                 self._abandoned.add(post)
             return True
 
