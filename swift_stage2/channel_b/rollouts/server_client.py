@@ -319,8 +319,8 @@ class ServerClient:
     async def settle(self) -> None:
         """Asks the ordered call until it answers or the server becomes suspect, within a request's time.
 
-        The call that was sent after a POST settles it, whoever abandoned it, and waits for those of other ranks, which have
-        a request's time as well. Raises Unasked: it is not settled.
+        The call that was sent after a POST settles it, whoever abandoned it. It waits for requests of other ranks, too,
+        which have as long. Raises Unasked: it is not settled.
         """
         if not self.is_settling:
             return
