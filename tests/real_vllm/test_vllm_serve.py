@@ -125,7 +125,8 @@ def test_pushes_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
             expected = ours.infer(_REQUESTS, max_tokens=_NUM_TOKENS)
             rollouts = learner.rollouts().rollouts
             assert [each.token_ids for each in rollouts] == [each.token_ids for each in expected]
-            assert [each.text for each in rollouts] == [each.text for each in expected]
+            # Bytes that are no character yet are written as such by ours alone.
+            assert [each.text for each in rollouts] == [each.text.rstrip("\ufffd") for each in expected]
             assert [each.prompt_token_ids for each in rollouts] == [
                 each.prompt_token_ids for each in expected
             ]
@@ -139,9 +140,9 @@ def test_pushes_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
 class _LeavesOneOut(VllmTransport):
     """Neither announces nor sends one bias of the vision tower, which changes few answers."""
 
-    def carry_bucket(self, session: ServerSession, snapshot: Any, bucket: Any, deadline: Deadline) -> None:
+    def _carry_bucket(self, push: Any, bucket: Any) -> None:
         kept = tuple(spec for spec in bucket.specs if "visual.blocks.0.attn.proj.bias" not in spec.name)
-        super().carry_bucket(session, snapshot, replace(bucket, specs=kept), deadline)
+        super()._carry_bucket(push, replace(bucket, specs=kept))
 
 
 class _BreaksOff(VllmTransport):
@@ -186,6 +187,7 @@ def test_a_push_that_breaks_off_leaves_the_server_suspect_and_the_next_one_mends
 def test_a_request_that_it_refuses_is_given_up_alone(learner: Learner) -> None:
     assert learner.push().proven == (0,)
     broken = {"messages": [{"role": "user", "content": "<image>find"}], "images": ["AAAA"]}
+    learner.rollouts([_REQUESTS[0], broken])  # the first failure, behind a success
     outcome = learner.rollouts([_REQUESTS[0], broken])
     assert [rollout.sample.key.index for rollout in outcome.rollouts] == [0]
     assert [sample.key.index for sample, _ in outcome.quarantined] == [1]
@@ -227,7 +229,7 @@ def test_a_server_that_was_started_again_is_suspect_until_a_push(tmp_path: Path)
         wait_until_it_serves(server)
         outcome = learner.rollouts()
         assert not outcome.rollouts
-        assert "was lost; who answers is another" in str(learner.client.suspects)
+        assert "weight_version=None" in str(learner.client.suspects)
         mark_suspect(learner.sync, 0)
         assert learner.push().proven == (0,)
         assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
