@@ -230,6 +230,7 @@ def test_a_server_that_was_started_again_is_suspect_until_a_push(tmp_path: Path)
         outcome = learner.rollouts()
         assert not outcome.rollouts
         assert "weight_version=None" in str(learner.client.suspects)
+        assert learner.client.take_suspicions() == {server.base_url}
         mark_suspect(learner.sync, 0)
         assert learner.push().proven == (0,)
         assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
