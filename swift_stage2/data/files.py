@@ -81,7 +81,7 @@ class Rule(StrEnum):
 
     @property
     def is_advice(self) -> bool:
-        """Whether such a row trains, if perhaps not as it was meant."""
+        """True if a row with this fault still trains, perhaps on something else than was meant."""
         return self in (Rule.ROTATED, Rule.IMAGES, Rule.AREA, Rule.COLOURS, Rule.LABEL)
 
 

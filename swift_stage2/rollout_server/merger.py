@@ -44,7 +44,7 @@ _POST_PATHS = (
 
 @dataclass(frozen=True, slots=True)
 class SeedLayout:
-    """How the server makes each request's seed from its call's.
+    """The rule by which the upstream server derives a request's seed from the seed of its call.
 
     ms-swift 4.6's engine adds the request's place in its list (``VllmEngine.infer``: ``seed += i``). Each data
     parallel worker counts its own list from 0. The async engine gives every request the call's own seed.
@@ -142,7 +142,7 @@ class Merger:
         return make_app(table, self._health, api_key)
 
     def health(self) -> dict[str, Any]:
-        """How the server's last call ended, and how much waits; never waits for the server."""
+        """The end of the last call to the upstream server, and the number of waiting requests; does not wait."""
         num_parts = sum(call.body is not None for call in self._waiting)
         return {
             "status": "needs_weights" if self.needs_weights and self._status != "lost" else self._status,

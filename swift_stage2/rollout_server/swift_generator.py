@@ -294,7 +294,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         return warpers
 
     def _setting(self, sampling: SamplingOptions, name: str) -> Any:
-        """What a request leaves open comes from the model's generation config."""
+        """Settings that a request does not give are those of the model's generation config."""
         given = getattr(sampling, name)
         return getattr(self.generation_config, name, None) if given is None else given
 

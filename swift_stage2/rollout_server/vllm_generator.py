@@ -96,7 +96,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
     """One model in vLLM's own processes. Its coroutines run on the loop on which it was built."""
 
     trusts_code = False
-    """Whether these processes may run code of the checkpoint."""
+    """True if server and workers may run the checkpoint's own Python code."""
 
     def _prepare_engine_kwargs(self, *arguments: Any, **options: Any) -> None:
         """ms-swift tells vLLM to run it, and has no argument for that."""
@@ -187,7 +187,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         return refusals
 
     async def held_weights(self) -> list[Report]:
-        """What every worker holds of the last load, see ``vllm_weights``."""
+        """Each worker's record of its last load of weights, as ``vllm_weights`` describes it."""
         reports: list[Report] = await self.engine.collective_rpc("stage2_weight_sums", args=("",))
         return reports
 
