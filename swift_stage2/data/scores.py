@@ -256,8 +256,9 @@ class DetectionScores:
             )
             for images, columns in sides
         ]
-        sums = np.zeros(len(parts))
-        np.add.at(sums, matched, [iou for pairs in self.matched for *_, iou in pairs])
+        ious = [iou for pairs in self.matched for *_, iou in pairs]
+        # Not ``np.add.at``: NumPy 2.3 reads past the end of values that it has to broadcast.
+        sums = np.bincount(matched.ravel(), np.tile(ious, len(kinds)), minlength=len(parts))
         return parts, tallies, sums
 
 

@@ -83,10 +83,10 @@ def test_parts_by_class_and_number_add_up() -> None:
     predicted = [[("car", CAR)], [("car", CAR)], [("dog", (0, 0, 32, 40))]]
     found = DetectionScores(hand_made(truth, predicted)).points()
     assert found["class/car/precision"] == found["class/car/recall"] == 0.5
-    assert found["class/dog/f1"] == 1.0
+    assert found["class/dog/f1"] == found["objects/1/f1"] == found["class/car/mean_iou"] == 1.0
+    assert found["class/dog/mean_iou"] == found["objects/2-3/mean_iou"] == pytest.approx(31 / 40)
     assert found["objects/0/precision"] == 0.0
     assert "objects/0/recall" not in found
-    assert found["objects/1/f1"] == 1.0
     assert found["objects/2-3/recall"] == 0.5
 
 
