@@ -120,7 +120,7 @@ class Rollout:
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
     truncated: bool  # the server stopped it at max_new_tokens
-    seed: int  # its POST's, or its own where a merger stamped it
+    seed: int  # of the POST that asked, also one that a merger shared among callers
     server: str
     spans: tuple[VersionSpan, ...]
     log_probs: tuple[float, ...] | None = None

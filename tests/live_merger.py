@@ -16,7 +16,7 @@ from free_port import free_port as free_port
 from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.merger import Merger, SeedLayout
+from swift_stage2.rollout_server.merger import Merger
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.servers.session import ServerHttp
@@ -84,7 +84,6 @@ def live_merger(
     max_batch_size: int = 64,
     timeout_s: float = LONGEST_WAIT_S,
     api_key: str | None = None,
-    layout: SeedLayout | None = None,
     limits: RequestLimits | None = None,
     needs_weights: bool = False,
     **patience: float,
@@ -93,7 +92,6 @@ def live_merger(
     merger = Merger(
         upstream=ServerHttp(url, api_key=api_key),
         max_batch_size=max_batch_size,
-        layout=layout or SeedLayout(),
         timeout_s=timeout_s,
         limits=limits or RequestLimits(),
         needs_weights=needs_weights,

@@ -475,8 +475,8 @@ def a_loss_is_found() -> dict[str, Any]:
         learner.begin_step(step, 1)
         found.append(asked(b))
         if step == 1 and b.updates is not None:
-            b.updates._publisher.lost = (0,)
-    publisher = b.updates._publisher if b.updates is not None else StandInPublisher()
+            b.updates.publisher.lost = (0,)
+    publisher = b.updates.publisher if b.updates is not None else StandInPublisher()
     return {"asked": found, "distrusted": publisher.dropped, "pushed": publisher.pushed}
 
 
@@ -530,7 +530,7 @@ def push_beside_training() -> dict[str, Any]:
     for step in range(2, 8):
         b.queue.offer(StandInPack(version=1), current_version=b.clock.current)
         if b.updates is not None:
-            b.updates._publisher.is_held = step < 5
+            b.updates.publisher.is_held = step < 5
         with held(b.client._servers[URL].fence) if RANK == 1 else nullcontext():
             learner.begin_step(step, 1)
         versions.append(b.clock.current)
@@ -552,8 +552,8 @@ def server_joins() -> dict[str, Any]:
     versions = []
     for step in range(7):
         if step == 2 and b.updates is not None:
-            b.updates._health.hears(1, OURS)
-            b.updates._health.hears(2, ServerKind(chat_model="tiny"))
+            b.updates.health.hears(1, OURS)
+            b.updates.health.hears(2, ServerKind(chat_model="tiny"))
         learner.begin_step(step, 1)
         versions.append(list(learner._versions.asked))
     return {
@@ -561,7 +561,7 @@ def server_joins() -> dict[str, Any]:
         "kinds": {url: [b.client.stages(url), kind.chat_model] for url, kind in b.client._kinds.items()},
         "asked": asked(b),
         "rounds": events.rounds,
-        "watched": sorted(b.updates._health._watched) if b.updates is not None else [],
+        "watched": sorted(b.updates.health._watched) if b.updates is not None else [],
     }
 
 

@@ -196,13 +196,11 @@ def _plan_merger(
         "port": address.port,
         "max-batch-size": max(_LEAST_MERGED_BATCH, config.rollout.max_inflight_per_server),
         "upstream-timeout-s": max(_LEAST_UPSTREAM_TIMEOUT_S, 2 * config.rollout.request_timeout_s),
-        "data-parallel-size": process.args.get("vllm_data_parallel_size", 1),
         "api-key-env": config.rollout.api_key_env,
     }
-    flags = ["--async-engine"] if process.args.get("vllm_use_async_engine") is True else []
     return Command(
         name=f"merger{index}",
-        argv=(sys.executable, "-u", "-m", "swift_stage2", "merge", *as_argv(options), *flags),
+        argv=(sys.executable, "-u", "-m", "swift_stage2", "merge", *as_argv(options)),
         environment=_environment(outer),
         grace_s=_MERGER_GRACE_S,
     )

@@ -197,12 +197,12 @@ def _violations(account: RunAccount) -> Iterator[Sentence]:
 def _verdict(account: RunAccount) -> Sentence:
     if not account.is_provable:
         damaged = sum(rank.num_damaged for rank in account.ranks)
-        known = f"{damaged} lines are damaged" if damaged else "the logs lack what checkpoints tell"
+        known = f"damaged lines: {damaged}" if damaged else "the logs lack what checkpoints tell"
         return Sentence(
             f"not provable: {known}, so what is broken above may only be what they told", Tone.WARN
         )
     if account.num_violations:
-        return Sentence(f"not balanced: {account.num_violations} rules are broken", Tone.BAD)
+        return Sentence(f"not balanced, broken rules: {account.num_violations}", Tone.BAD)
     has_ended = all(rank.has_ended for rank in account.ranks)
     has_unused = any(rank.unused for rank in account.ranks)
     ended = "quarantined, compared and unused" if has_unused else "quarantined"

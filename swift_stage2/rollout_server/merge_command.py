@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST, ServerConfig
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.rollout_server.merger import Merger, SeedLayout
+from swift_stage2.rollout_server.merger import Merger
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 from swift_stage2.servers.http_app import HttpServer, bind, configure_logging, require_key
 from swift_stage2.servers.request_checks import add_limits, read_limits
@@ -34,10 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         upstream = ServerConfig(base_url=arguments.upstream.rstrip("/"))
     except ConfigError as error:
         raise error.at("--upstream") from None
-    if (upstream.host, upstream.port) == (arguments.host, arguments.port):
-        raise UserError(
-            "the merger needs a port of its own", got=f"{upstream.port} for both", remedy="change --port"
-        )
     listener = bind(arguments.host, arguments.port)
     configure_logging()
     api_key = os.environ.get(arguments.api_key_env) or None
@@ -45,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     merger = Merger(
         upstream=ServerHttp(upstream.base_url, api_key=api_key),
         max_batch_size=arguments.max_batch_size,
-        layout=SeedLayout(arguments.data_parallel_size, arguments.async_engine),
         timeout_s=arguments.upstream_timeout_s,
         limits=read_limits(arguments),
         needs_weights=arguments.needs_weights,
@@ -69,10 +64,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-batch-size", type=most, default=64, help="requests of one POST at most")
     help_ = "deadline of one call to the server; longer than rollout.request_timeout_s"
     add("--upstream-timeout-s", type=real_number("a number above 0"), default=600.0, help=help_)
-    add(
-        "--data-parallel-size", type=whole_number(1), default=1, help="the server's --vllm_data_parallel_size"
-    )
-    add("--async-engine", action="store_true", help="the server's --vllm_use_async_engine")
     help_ = "the server was started again: refuse /infer/ until a caller has loaded weights"
     add("--needs-weights", action="store_true", help=help_)
     add("--api-key-env", type=variable_option, default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")

@@ -4,7 +4,7 @@ Lives on one event loop; only what takes long is done on threads. The server is 
 alone: nothing of the merger's own can meet a push of weights. What may not reach a server that opens what it is told to
 is refused: 413 too large, 422 no JSON, 500 naming the requests at fault. 502 says that the server is lost, 504 that it
 did not answer in time. Bodies may share a POST when everything but their requests and seeds is equal; it carries the
-seed of its first part, so every output is stamped with the seed that its request really had.
+seed of its first part, with which every output is stamped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from swift_stage2 import wire
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault, UpstreamLost, UpstreamTimeout
 from swift_stage2.servers.http_app import BodyLimit, attend, failed_requests, make_app
-from swift_stage2.servers.infer_wire import most_infer_bytes
+from swift_stage2.servers.infer_wire import InferCall, most_infer_bytes
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 from swift_stage2.servers.session import Answer, ServerHttp
 
@@ -43,35 +43,20 @@ _POST_PATHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class SeedLayout:
-    """The rule by which the upstream server derives a request's seed from the seed of its call.
-
-    ms-swift 4.6's engine adds the request's place in its list (``VllmEngine.infer``: ``seed += i``). Each data
-    parallel worker counts its own list from 0. The async engine gives every request the call's own seed.
-    """
-
-    data_parallel_size: int = 1
-    async_engine: bool = False
-
-    def seeds(self, first: int, num_requests: int) -> list[int]:
-        """The seed of each request of one call, in order."""
-        if self.async_engine:
-            return [first] * num_requests
-        size, num_larger = divmod(num_requests, self.data_parallel_size)
-        return [
-            first + place
-            for worker in range(self.data_parallel_size)
-            for place in range(size + (worker < num_larger))
-        ]
-
-
-@dataclass(frozen=True, slots=True)
 class InferBody:
-    """One call's body, ready to be joined with others of the same ``key``."""
+    """One ``/infer/`` call's body, ready to be joined with others of the same ``key``."""
 
     requests: list[Any]
-    rest: dict[str, Any]  # the body without requests and seed
+    rest: dict[str, Any]  # the body, emptied of requests and seed
     seed: int | None
+
+    @classmethod
+    def from_json(cls, record: Any) -> InferBody:
+        """Raises ProtocolError: no call of rollouts, or one that names an adapter and not the server's own weights."""
+        call = InferCall.from_json(record)
+        config = dict(record.get("request_config") or {})
+        seed = config.pop("seed", None)
+        return cls(call.infer_requests, record | {"infer_requests": [], "request_config": config}, seed)
 
     @property
     def key(self) -> str:
@@ -81,8 +66,7 @@ class InferBody:
     @property
     def max_tokens(self) -> int:
         """Of each answer; a caller that names none gets what a server may give."""
-        wanted = self.rest["request_config"].get("max_tokens")
-        return wanted if type(wanted) is int and 0 < wanted <= _MOST_TOKENS else _MOST_TOKENS
+        return min(self.rest["request_config"].get("max_tokens") or _MOST_TOKENS, _MOST_TOKENS)
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +99,6 @@ class Merger:
     upstream: ServerHttp
     timeout_s: float  # of one call to it
     max_batch_size: int
-    layout: SeedLayout
     limits: RequestLimits = field(default_factory=RequestLimits)
     needs_weights: bool = False  # true of a server that has just been started again
     longest_gather_s: float = 0.25
@@ -169,11 +152,10 @@ class Merger:
         self._uploads.add(arrived)
         try:
             async with self._bodies.body(request) as raw:  # until it is answered: what is queued is as large
-                part = await asyncio.to_thread(self._read, raw)
-                if isinstance(part, Response):
-                    return part
-                content = {"body": part} if isinstance(part, InferBody) else {"raw": part}
-                call = self._put(WaitingCall("POST", wire.INFER, **content))
+                body = await asyncio.to_thread(self._read, raw)
+                if isinstance(body, Response):
+                    return body
+                call = self._put(WaitingCall("POST", wire.INFER, body=body))
                 arrived.set()
                 return await self._answer(call, request)
         finally:
@@ -192,21 +174,12 @@ class Merger:
             call = self._put(WaitingCall(request.method, request.url.path, bytes(raw)))
             return await self._answer(call, request)
 
-    def _read(self, raw: bytearray) -> InferBody | bytes | Response:
-        """A part, the body of a call that goes alone, or the answer to one that a server which opens what it is told to
-        must not see. Raises ProtocolError: no JSON, or larger than allowed."""
-        record = wire.parse_call(raw)
-        if isinstance(record, dict):
-            if record.get("adapter_request") is not None:
-                raise ProtocolError(
-                    "adapter_request must be left out: the server's own weights are asked only"
-                )
-            if isinstance(conversations := record.get("infer_requests"), list):
-                if faults := check_conversations(conversations, self.limits):
-                    return failed_requests(faults, len(conversations))
-                if body := mergeable(record):
-                    return body
-        return json.dumps(record).encode()  # as it was read here, whatever else its bytes might mean
+    def _read(self, raw: bytearray) -> InferBody | Response:
+        """The body, or the answer to one that a server which opens what it is told to must not see."""
+        body = InferBody.from_json(wire.parse_call(raw))
+        if faults := check_conversations(body.requests, self.limits):
+            return failed_requests(faults, len(body.requests))
+        return body
 
     async def _answer(self, call: WaitingCall, request: Request) -> Response:
         try:
@@ -309,7 +282,7 @@ class Merger:
             answers = [await self._forward("POST", wire.INFER, raw, most_bytes)]
             if answers[0].is_good:
                 try:
-                    parts = await asyncio.to_thread(split, answers[0].body, bodies, self.layout)
+                    parts = await asyncio.to_thread(split, answers[0].body, bodies)
                     answers = [Answer(answers[0].status, part) for part in parts]
                 except ProtocolError as error:
                     answers = [_error_answer(error)]
@@ -359,19 +332,6 @@ def _error_answer(error: Exception) -> Answer:
 
 
 # --- several bodies into one POST, and its reply into one for each caller --------------------------
-def mergeable(record: dict[str, Any]) -> InferBody | None:
-    """None when the body is not one that can share a POST; the server then judges it alone."""
-    requests, config = record.get("infer_requests"), record.get("request_config") or {}
-    if not isinstance(requests, list) or not requests or not isinstance(config, dict):
-        return None
-    seed = config.get("seed")
-    if seed is not None and type(seed) is not int:
-        return None
-    settings = {key: value for key, value in config.items() if key != "seed"}
-    rest = {key: value for key, value in record.items() if key != "infer_requests"}
-    return InferBody(requests, {**rest, "request_config": settings}, seed)
-
-
 def merge(bodies: Sequence[InferBody]) -> bytes:
     """The body of one POST for all of them, in order; it carries the first one's seed."""
     first = bodies[0]
@@ -381,8 +341,8 @@ def merge(bodies: Sequence[InferBody]) -> bytes:
     return json.dumps({**first.rest, "infer_requests": requests, "request_config": config}).encode()
 
 
-def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list[bytes]:
-    """One reply per body, its outputs unchanged but for the seed in ``rollout_infos``.
+def split(reply: bytes, bodies: Sequence[InferBody]) -> list[bytes]:
+    """One reply per body, its outputs unchanged but for the POST's seed in ``rollout_infos``.
 
     Raises:
         ProtocolError: the reply is not a list with one object per request.
@@ -392,8 +352,8 @@ def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list
     num_requests = sum(len(body.requests) for body in bodies)
     if len(outputs) != num_requests:
         raise ProtocolError(f"{what} must hold {num_requests} outputs, got num_outputs={len(outputs)}")
-    if bodies[0].seed is not None:
-        for output, seed in zip(outputs, layout.seeds(bodies[0].seed, num_requests), strict=True):
+    if (seed := bodies[0].seed) is not None:
+        for output in outputs:
             infos = output.get("rollout_infos")
             output["rollout_infos"] = (infos if isinstance(infos, dict) else {}) | {"stage2": {"seed": seed}}
     rest = iter(outputs)

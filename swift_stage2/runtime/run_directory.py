@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 def written_directory(swift: Mapping[str, Any]) -> Path | None:
     """The directory that a run writes into and an earlier one may have; None where ms-swift makes a new folder."""
-    return _output_dir(swift) if str(swift.get("add_version")).lower() in _NO else None
+    place = _output_dir(swift)
+    return place if str(swift.get("add_version")).lower() in _NO else None
 
 
 def refuse_earlier_run(swift: Mapping[str, Any]) -> None:
@@ -118,7 +119,10 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
             got=f"output_dir={place!r}, whose variable nobody replaces",
             remedy="write the path itself (~ is the home directory)",
         )
-    return Path(str(place)).expanduser().absolute()
+    path = Path(str(place)).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError("swift.output_dir must be a directory", got=f"output_dir={place!r}", remedy="name another")
+    return path
 
 
 def make_directory(path: Path, *, keep: bool) -> Path:

@@ -139,9 +139,8 @@ class ThreadPublisher(Publisher):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._kept: dict[
-            int, WeightTransport
-        ] = {}  # by server, what outlives a push; a push has it meanwhile
+        # By server, what outlives a push; a push has it meanwhile.
+        self._kept: dict[int, WeightTransport] = {}
         self._dropped: set[int] = set()
         self.installing = threading.Lock()
         """Held by servers that are asked, so that others answer while one installs. That is worth no server: who holds
@@ -198,6 +197,7 @@ class ThreadPublisher(Publisher):
         self.on_end()
 
 
+@dataclass(eq=False)
 class _Push:
     """Brings one server to one version: asks who it is, connects, carries, installs, proves.
 
@@ -205,28 +205,23 @@ class _Push:
     pace. ``transport`` is what the one before has kept; it is replaced if the push ``starts_anew``.
     """
 
-    def __init__(
-        self,
-        publisher: ThreadPublisher,
-        number: int,
-        spec: UpdateSpec,
-        snapshot: SnapshotFile,
-        transport: WeightTransport | None,
-        starts_anew: bool,
-    ) -> None:
-        self.number, self.server = number, publisher.servers[number]
-        self.transport = transport
-        self.is_wanted = True
-        self._publisher = publisher
-        self._spec, self._snapshot = spec, snapshot
-        self._starts_anew = starts_anew
+    publisher: ThreadPublisher
+    number: int
+    spec: UpdateSpec
+    snapshot: SnapshotFile
+    transport: WeightTransport | None
+    starts_anew: bool
+    is_wanted: bool = True
+
+    def __post_init__(self) -> None:
+        self.server = self.publisher.servers[self.number]
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._proof = self._carried_by = ""
 
     def run(self) -> PushResult:
         """To its end."""
-        base_url, publisher = self.server.base_url, self._publisher
+        base_url, publisher = self.server.base_url, self.publisher
         error = None
         try:
             self._update(ServerSession(base_url, publisher.api_key, must_be_ours=base_url in publisher.ours))
@@ -246,14 +241,14 @@ class _Push:
         )
 
     def _update(self, session: ServerSession) -> None:
-        spec, snapshot = self._spec, self._snapshot
-        if self._starts_anew:
+        spec, snapshot = self.spec, self.snapshot
+        if self.starts_anew:
             self._drop_transport()
         with self._phase("begin"):
             info = session.info(spec.deadline)
             sums_of = None
             if not info.stock:
-                self._publisher.ours.add(session.base_url)
+                self.publisher.ours.add(session.base_url)
             elif info.is_swift_rollout:
                 # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
@@ -265,7 +260,7 @@ class _Push:
             sent = snapshot.describe(spec.identity)
         delivery = Delivery(session, self.server, snapshot, spec, self._require_wanted)
         with self._phase("connect"):
-            transport = self.transport = self.transport or self._publisher.make_transport(info)
+            transport = self.transport = self.transport or self.publisher.make_transport(info)
             self._carried_by = transport.open(delivery)
         with self._phase("push"):
             transport.carry(delivery)
@@ -287,10 +282,10 @@ class _Push:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Held, if the push may wait for one: its install needs time as well, also behind a long transfer."""
-        has_turn, lock = False, self._publisher.installing
-        if self._spec.turn_s:
+        has_turn, lock = False, self.publisher.installing
+        if self.spec.turn_s:
             with self._phase("turn"):
-                turn_s = min(self._spec.turn_s, self._spec.deadline.remaining_s() * _SHARE_FOR_TURN)
+                turn_s = min(self.spec.turn_s, self.spec.deadline.remaining_s() * _SHARE_FOR_TURN)
                 has_turn = lock.acquire(timeout=turn_s)
         try:
             yield
@@ -299,7 +294,7 @@ class _Push:
                 lock.release()
 
     def _reset_cache(self, session: ServerSession, path: str) -> None:
-        if not reset_cache(session, path, self._spec.deadline):
+        if not reset_cache(session, path, self.spec.deadline):
             raise ServerFault(
                 f"{session.base_url}{path} reports status: False: an earlier command failed; read its log"
             )
@@ -310,7 +305,7 @@ class _Push:
         self._require_wanted()
         started = time.perf_counter()
         try:
-            with self._publisher.span(name):
+            with self.publisher.span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
@@ -321,7 +316,7 @@ class _Push:
 
     def _drop_transport(self) -> None:
         transport, self.transport = self.transport, None
-        close_quietly(transport, self._spec.deadline)
+        close_quietly(transport, self.spec.deadline)
 
 
 def close_quietly(transport: WeightTransport | None, deadline: Deadline) -> None:

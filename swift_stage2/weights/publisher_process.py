@@ -253,7 +253,8 @@ class _Program:
                 if not self._connection.poll(_LOOK_FOR_LOST_S):
                     self._tell()
                 elif (command := self._connection.recv()) is not None:  # deadline: the rank's life
-                    command(self._publisher)
+                    with self._telling:  # nobody asks a transport whether it is lost that a push has taken meanwhile
+                        command(self._publisher)
                 else:
                     return
         finally:

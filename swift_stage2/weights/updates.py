@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -86,31 +86,23 @@ class _Newest:
         return self.taken.identity.version
 
 
+@dataclass(eq=False)
 class Updates:
     """All servers of a run; ``facts``, ``apply_agreement``, ``begin`` and ``collect_update`` on one thread."""
 
-    def __init__(
-        self,
-        lives: Sequence[ServerLife],
-        *,
-        snapshots: Snapshots,
-        publisher: Publisher,
-        health: HealthCheck,
-        sync: SyncConfig,
-        straggler_s: float,
-        sync_every_steps: int,
-        on_lost: Callable[[int, int], object] = lambda server, version: None,
-    ) -> None:
-        """``straggler_s``: what pushes have once another version is due. ``on_lost`` is told of a server whose process
-        has gone, and of the version that it had proven, as soon as that shows."""
-        self.lives = list(lives)
-        self._snapshots = snapshots
-        self._publisher = publisher
-        self._health = health
-        self._sync = sync
-        self._straggler_s = straggler_s
-        self._sync_every_steps = sync_every_steps
-        self._on_lost = on_lost
+    lives: Sequence[ServerLife]
+    _: KW_ONLY
+    snapshots: Snapshots
+    publisher: Publisher
+    health: HealthCheck
+    sync: SyncConfig
+    straggler_s: float
+    """What pushes have once another version is due."""
+    sync_every_steps: int
+    on_lost: Callable[[int, int], object] = lambda server, version: None
+    """Told of a server whose process has gone, and of the version that it had proven, as soon as that shows."""
+
+    def __post_init__(self) -> None:
         # Servers that have answered a canary, and that checksums have proven since.
         self._wired: set[int] = set()
         self._newest: _Newest | None = None
@@ -119,7 +111,7 @@ class Updates:
         self._drained: frozenset[int] = frozenset()  # by the last agreement
         self._fault = ""
         self._step = 0
-        snapshots.on_copied = self._push_if_copied
+        self.snapshots.on_copied = self._push_if_copied
 
     @property
     def canary_due(self) -> bool:
@@ -129,7 +121,7 @@ class Updates:
 
     def start(self) -> None:
         """Starts the health check."""
-        self._health.start()
+        self.health.start()
 
     def begin(self, taken: TakenSnapshot, step: int) -> None:
         """``taken`` is the newest version, of the weights at the start of ``step``. No push runs."""
@@ -141,19 +133,19 @@ class Updates:
     def facts(self, step: int) -> UpdateFacts:
         """Takes in what has come of pushes and health checks, and says what all ranks must agree on."""
         self._step = step
-        for server, result in self._publisher.take_results():
+        for server, result in self.publisher.take_results():
             self._take_result(server, result)
         self._give_up_late()
-        for server in self._health.take_answering():
+        for server in self.health.take_answering():
             self.lives[server].answered()
         for (
             joining
-        ) in self._health.take_joining():  # last: a server is told as joining before it is answering
+        ) in self.health.take_joining():  # last: a server is told as joining before it is answering
             self.lives[joining.server].stages = joining.kind.is_ours
             self._joining.append(joining)
-        for server in self._publisher.lost_servers():
+        for server in self.publisher.lost_servers():
             if version := self.lives[server].version:
-                self._on_lost(server, version)
+                self.on_lost(server, version)
                 self._fail(server)
         self._watch_away()
         self._push_where_possible()  # here, where the other ranks learn at once that the snapshot is in use
@@ -175,15 +167,15 @@ class Updates:
         newest = self._newest
         if newest is not None and not newest.is_confirmed and newest.number in asked:
             newest.is_confirmed = True
-            self._publisher.confirm(newest.number)
+            self.publisher.confirm(newest.number)
         self._drained = frozenset(drained)
         self._push_where_possible()  # to who is drained: the other ranks know as much
         self._watch_away()
 
     def hurry(self, since: str) -> None:
         """Pushes that run have ``straggler_s`` from now on; ``since`` says after what."""
-        end = time.monotonic() + self._straggler_s
-        limit = f"{self._straggler_s:g} s {since}"
+        end = time.monotonic() + self.straggler_s
+        limit = f"{self.straggler_s:g} s {since}"
         self._ends = {server: min(each, (end, limit)) for server, each in self._ends.items()}
 
     def collect_update(self) -> UpdateNews:
@@ -195,10 +187,10 @@ class Updates:
 
     def close(self) -> None:
         """Ends pushes that run, after some time for them, and closes what is kept."""
-        self._health.stop()
+        self.health.stop()
         end = min((moment for moment, _ in self._ends.values()), default=0.0)
-        self._publisher.wait(min(end - time.monotonic(), _LAST_PUSH_S))
-        self._publisher.close()
+        self.publisher.wait(min(end - time.monotonic(), _LAST_PUSH_S))
+        self.publisher.close()
 
     @property
     def _is_publishing(self) -> bool:
@@ -228,12 +220,12 @@ class Updates:
     def _serves(self, server: int) -> bool:
         """Whether the version that is kept would do for this server: it is young, and shows all that must be shown."""
         newest = self._newest
-        if newest is None or newest.taken.fault or self._step - newest.step >= self._sync_every_steps:
+        if newest is None or newest.taken.fault or self._step - newest.step >= self.sync_every_steps:
             return False
         return newest.taken.canary is not None or not self._needs_canary(server)
 
     def _needs_canary(self, *servers: int) -> bool:
-        proof = self._sync.proof
+        proof = self.sync.proof
         return proof is Proof.CANARY or (proof is Proof.AUTO and not self._wired.issuperset(servers))
 
     def _push_where_possible(self) -> None:
@@ -258,9 +250,9 @@ class Updates:
 
     def _hand_over(self, newest: _Newest) -> bool:
         """Whether the copies into the snapshot are done, so that it may be pushed."""
-        if not newest.is_handed_over and self._snapshots.is_copied:
+        if not newest.is_handed_over and self.snapshots.is_copied:
             try:
-                self._snapshots.wait_copied()
+                self.snapshots.wait_copied()
                 newest.is_handed_over = True
             except RuntimeError as error:
                 self._fault = describe_fault("the copy of the weights", error)
@@ -271,11 +263,11 @@ class Updates:
             newest.began_s = time.monotonic()
         life.push()
         newest.were_asked &= life.state is LifeState.UPDATING
-        sync = self._sync
-        least_s = min(self._straggler_s, sync.timeout_s * _SHARE_FOR_CALLS)
+        sync = self.sync
+        least_s = min(self.straggler_s, sync.timeout_s * _SHARE_FOR_CALLS)
         spec = UpdateSpec(
             identity=newest.taken.identity,
-            manifest=self._snapshots.export.manifest(),
+            manifest=self.snapshots.export.manifest(),
             canary=newest.taken.canary,
             proof=sync.proof,
             deadline=Deadline(sync.timeout_s * _SHARE_FOR_CALLS),
@@ -285,7 +277,7 @@ class Updates:
         self._ends[server] = time.monotonic() + sync.timeout_s, f"{sync.timeout_s:g} s"
         assert newest.taken.file is not None
         try:
-            self._publisher.push(server, spec, newest.taken.file)
+            self.publisher.push(server, spec, newest.taken.file)
         except Exception as error:  # rank 0 must reach the next agreement
             self._take_result(server, ServerReport.failed(describe_fault("the push", error)))
 
@@ -311,19 +303,19 @@ class Updates:
     def _fail(self, server: int) -> None:
         if self.lives[server].failed(self._step):
             self._wired.discard(server)
-            self._publisher.drop_connection(server)
+            self.publisher.drop_connection(server)
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
         if any(now > moment for moment, _ in self._ends.values()):
             # Also those that began with it, a moment later.
             late = {server: limit for server, (moment, limit) in self._ends.items() if now > moment - 1.0}
-            self._publisher.give_up("a push to another server was late, and all that ran were ended with it")
-            for server, result in self._publisher.take_results():
+            self.publisher.give_up("a push to another server was late, and all that ran were ended with it")
+            for server, result in self.publisher.take_results():
                 if server in late and not (isinstance(result, ServerReport) and result.proven):
                     error = f"the server did not take and prove the weights within {late[server]}"
                     result = ServerReport.failed(error)
                 self._take_result(server, result)
 
     def _watch_away(self) -> None:
-        self._health.watch([server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY])
+        self.health.watch([server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY])

@@ -178,7 +178,7 @@ def test_a_push_that_hangs_is_a_failed_row(
     run, stopped = WaitedUpdates.run, []
 
     def run_with_a_stopped_publisher(sync: WaitedUpdates, targets: Sequence[int]) -> RoundOutcome:
-        publisher: Any = sync.updates._publisher
+        publisher: Any = sync.updates.publisher
         stopped.append(publisher.pid)
         stop_process(publisher.pid)
         return run(sync, targets)

@@ -139,7 +139,7 @@ def _may_go_on(b, step, rank):
         return False
     if b.schedule.pending_step is not None and b.evaluation is not None and b.evaluation.wanted:
         return False
-    return b.updates is None or b.updates._publisher.wait(0.0)
+    return b.updates is None or b.updates.publisher.wait(0.0)
 
 
 def _await(holds, what):

@@ -1,12 +1,14 @@
 """A listed server that is started after the run has begun joins a real job of two ranks by the real command.
 
-The job is recorded, with a round that proves that server late, and a replay of it ends in the same bits.
+The job is recorded, with a version that this server proves late and the death of the first one; a replay of it ends
+in the same bits.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,9 @@ def _prove_late(late: Server, run: LaunchedRun) -> None:
 
 
 def test_a_listed_server_that_starts_after_the_run_is_proven_and_asked_by_both_ranks(
-    tmp_path: Path, rows_file: Path, server: Server
+    tmp_path: Path, rows_file: Path
 ) -> None:
-    directory = tmp_path / "run"
+    directory, server = tmp_path / "run", start_server(tmp_path)
     port = free_port()
     absent = {"base_url": f"http://127.0.0.1:{port}", "group_port": free_port()}
     present = {"base_url": server.base_url, "group_port": server.group_port}
@@ -75,7 +77,11 @@ def test_a_listed_server_that_starts_after_the_run_is_proven_and_asked_by_both_r
             lambda: all(_asked(directory, rank, late.base_url) for rank in (0, 1)), "rollouts of the second"
         )
         _prove_late(late, run)
+        server.kill()
+        killed_at, num_b_steps = time.time(), run.num_b_steps()
+        run.wait_until(lambda: run.num_b_steps() > num_b_steps + 4, "channel B without the first")
     finally:
+        server.kill()
         if run.process.poll() is None:
             run.stop()
         if late is not None:
@@ -85,6 +91,8 @@ def test_a_listed_server_that_starts_after_the_run_is_proven_and_asked_by_both_r
         rounds = sorted((*of_rank("round"), *of_rank("catch_up")), key=lambda each: each["time"])
         proofs = [each for each in rounds if "1" in each["servers"] and each["servers"]["1"]["proven"]]
         assert min(each["time"] for each in _asked(directory, rank, late.base_url)) > proofs[0]["time"]
+    lost = [each for each in of_rank("finished") if each["server"] == server.base_url]
+    assert max(each["time"] for each in lost) > killed_at
     assert account_of(read_logs([directory])).is_balanced
     num_steps = len(of_rank("step"))
     assert_replays(LearnerRun(0, run.output, directory), num_steps, tmp_path / "replay")

@@ -141,7 +141,6 @@ def test_a_merger_takes_the_place_of_its_stock_server(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
     entry = {
         "merge": True, "upstream_port": 8100, "devices": [3],
-        "args": {"vllm_data_parallel_size": 2, "vllm_use_async_engine": True},
     }  # fmt: skip
     rollout = {
         "servers": [{"base_url": "http://127.0.0.1:8000"}],
@@ -152,8 +151,8 @@ def test_a_merger_takes_the_place_of_its_stock_server(monkeypatch: pytest.Monkey
     assert server.merger is not None
     assert server.merger.argv[2:] == (
         "-m", "swift_stage2", "merge", "--upstream", "http://127.0.0.1:8100", "--host", "127.0.0.1", "--port", "8000",
-        "--max-batch-size", "96", "--upstream-timeout-s", "800.0", "--data-parallel-size", "2",
-        "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--async-engine",
+        "--max-batch-size", "96", "--upstream-timeout-s", "800.0",
+        "--api-key-env", "SWIFT_ROLLOUT_API_KEY",
     )  # fmt: skip
     assert "hush" not in " ".join(server.merger.argv)
     assert server.merger.environment["CUDA_VISIBLE_DEVICES"] == ""

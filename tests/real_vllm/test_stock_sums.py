@@ -51,7 +51,7 @@ def fault(summed: ServerProcess) -> Iterator[Path]:
 @pytest.fixture
 def learner(summed: ServerProcess) -> Iterator[Learner]:
     built = Learner(summed)
-    built.sync.updates._sync = SyncConfig(timeout_s=60.0)
+    built.sync.updates.sync = SyncConfig(timeout_s=60.0)
     yield built
     built.sync.close()
 

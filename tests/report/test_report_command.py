@@ -54,7 +54,7 @@ def test_a_sample_trained_twice_is_named_and_told_by_the_status(
     assert main(["report", str(tmp_path)]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert f"rank 1: no sample is trained twice: 0:{keys[0].position}:{keys[0].index}" in text
-    assert "not balanced: 2 rules are broken" in text  # the sum does not add up either
+    assert "not balanced, broken rules: 2" in text  # the sum does not add up either
 
 
 def test_a_damaged_line_is_not_provable(
@@ -64,7 +64,7 @@ def test_a_damaged_line_is_not_provable(
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:-1], lines[-1][:9], b"\n", lines[-1]]))
     assert main(["report", str(tmp_path)]) == 1
-    assert "not provable: 1 lines are damaged" in " ".join(capsys.readouterr().out.split())
+    assert "not provable: damaged lines: 1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_killed_process_leaves_a_balanced_account(tmp_path: Path, two_ranks: list[LedgerRun]) -> None:

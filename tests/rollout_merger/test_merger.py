@@ -54,9 +54,7 @@ def test_calls_that_arrive_while_the_server_is_busy_leave_as_one(
         assert texts_of(future.result(LONGEST_WAIT_S)) == [f"echo {n}a", f"echo {n}b"]
     assert upstream.batch_sizes == [1, 8]
     assert upstream.most_at_once == 1
-    all_seeds = sorted(seed for future in later for seed in seeds_of(future.result(0)))
-    start = upstream.seeds[1]
-    assert all_seeds == list(range(start, start + 8))
+    assert {seed for future in later for seed in seeds_of(future.result(0))} == {upstream.seeds[1]}
     assert merger.get(wire.HEALTH).json()["num_posts"] == 2
 
 
@@ -181,7 +179,6 @@ def test_a_lost_server_is_lost_for_all_that_waited_for_it_and_is_not_asked_again
     health = merger.get(wire.HEALTH)
     assert (health.status_code, health.json()["status"]) == (503, "needs_weights")
     assert merger.infer("still too early").status_code == 502
-    assert merger.post(wire.INFER, {"infer_requests": []}).status_code == 502
     assert len(upstream.infer_calls) == 2
     assert merger.post(wire.PROCESS_WEIGHTS, {}).status_code == 200
     assert texts_of(merger.infer("after")) == ["echo after"]
@@ -263,12 +260,12 @@ def test_it_is_a_stock_server_to_its_callers(upstream: FakeRolloutServer, merger
     update = {"metadatas": [{"name": "a"}]}
     assert merger.post(wire.UPDATE_FLATTENED_PARAMS, update).status_code == 200
     upstream.on_infer = lambda call: error(422, '{"detail": "stock says so"}')
-    refused = merger.post(wire.INFER, {"infer_requests": "nonsense"})
+    refused = merger.infer("a")
     assert (refused.status_code, refused.json()) == (422, {"detail": "stock says so"})
     assert [(call.path, call.body) for call in upstream.calls] == [
         (wire.WORLD_SIZE, None),
         (wire.UPDATE_FLATTENED_PARAMS, update),
-        (wire.INFER, {"infer_requests": "nonsense"}),
+        (wire.INFER, infer_body("a")),
     ]
 
 

@@ -27,7 +27,6 @@ from swift_stage2.cli import main
         (["--upstream", "http://127.0.0.1:8000/infer"], "--upstream"),
         (["--upstream", "http://127.0.0.1"], "--upstream"),
         (["--upstream", "http://127.0.0.1:99999"], "--upstream"),
-        (["--upstream", "http://127.0.0.1:9000", "--port", "9000"], "--port"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

@@ -107,6 +107,8 @@ def test_an_earlier_run_is_not_written_over(configured: Configure, tmp_path: Pat
             refuse_earlier_run(configured(add_version=no).swift)
     for fresh in ({"add_version": True}, {"output_dir": str(tmp_path / "other")}):
         refuse_earlier_run(configured(**fresh).swift)
+    with pytest.raises(ConfigError, match="must be a directory"):
+        refuse_earlier_run(configured(output_dir=__file__).swift)
 
 
 def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers_does_not(

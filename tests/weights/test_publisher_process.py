@@ -72,7 +72,7 @@ class Learner:
         return self.sync.version
 
     def set_timeout(self, seconds: float) -> None:
-        self.sync.updates._sync = replace(self.sync.updates._sync, timeout_s=seconds)
+        self.sync.updates.sync = replace(self.sync.updates.sync, timeout_s=seconds)
 
     def begin(self) -> None:
         with torch.no_grad():

@@ -305,7 +305,7 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
     scene = Scene(staging, at_once, at_once, kind=Mapped)
     updates = scene.updates(stages=True)
     updates.run([0, 1])
-    updates.updates._straggler_s = 0.8
+    updates.updates.straggler_s = 0.8
     staging[hangs].hooks[wire.INSTALL] = hang
     scene.transports[1 - hangs].on_send = lambda number: has_turn.wait(LIMIT_S)
     try:
