@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST, ServerConfig
 from swift_stage2.config.rules import variable_option
-from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.errors import ConfigError
 from swift_stage2.rollout_server.merger import Merger
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 from swift_stage2.servers.http_app import HttpServer, bind, configure_logging, require_key

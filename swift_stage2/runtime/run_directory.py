@@ -121,7 +121,9 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
         )
     path = Path(str(place)).expanduser().absolute()
     if path.exists() and not path.is_dir():
-        raise ConfigError("swift.output_dir must be a directory", got=f"output_dir={place!r}", remedy="name another")
+        raise ConfigError(
+            "swift.output_dir must be a directory", got=f"output_dir={place!r}", remedy="name another"
+        )
     return path
 
 

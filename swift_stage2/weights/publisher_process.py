@@ -253,7 +253,7 @@ class _Program:
                 if not self._connection.poll(_LOOK_FOR_LOST_S):
                     self._tell()
                 elif (command := self._connection.recv()) is not None:  # deadline: the rank's life
-                    with self._telling:  # nobody asks a transport whether it is lost that a push has taken meanwhile
+                    with self._telling:  # else a look for lost servers could ask what a push has just taken
                         command(self._publisher)
                 else:
                     return

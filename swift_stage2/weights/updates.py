@@ -138,9 +138,8 @@ class Updates:
         self._give_up_late()
         for server in self.health.take_answering():
             self.lives[server].answered()
-        for (
-            joining
-        ) in self.health.take_joining():  # last: a server is told as joining before it is answering
+        # Last: a server is told as joining before it is answering.
+        for joining in self.health.take_joining():
             self.lives[joining.server].stages = joining.kind.is_ours
             self._joining.append(joining)
         for server in self.publisher.lost_servers():

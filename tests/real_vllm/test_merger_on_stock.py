@@ -73,9 +73,7 @@ def while_busy(
     return replies
 
 
-def test_merged_records_are_those_of_one_direct_post(
-    stock: ServerProcess, merger: LiveMerger
-) -> None:
+def test_merged_records_are_those_of_one_direct_post(stock: ServerProcess, merger: LiveMerger) -> None:
     with ThreadPoolExecutor(4) as threads:
         first, second = while_busy(stock, merger, threads, [(REQUESTS[:2], 1000), (REQUESTS[2:], 77_000)])
     merged = completions(first, 2) + completions(second, 3)
