@@ -72,4 +72,5 @@ def test_no_damage_ends_in_a_traceback(
     assert "Traceback" not in told.out + told.err
     assert status in ((0, 1) if deeds else (0,))
     assert (run_dir / "report.html").is_file()
-    assert ("balanced: every sample" in " ".join(told.out.split())) == (status == 0)
+    # A line that lost a whole member may tell of a run without channel B, which has no account.
+    assert status == 0 or "balanced: every sample" not in " ".join(told.out.split())
