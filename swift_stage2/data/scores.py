@@ -258,7 +258,7 @@ class DetectionScores:
         ]
         ious = [iou for pairs in self.matched for *_, iou in pairs]
         # Not ``np.add.at``: NumPy 2.3 reads past the end of values that it has to broadcast.
-        sums = np.bincount(matched.ravel(), np.tile(ious, len(kinds)), minlength=len(parts))
+        sums = np.bincount(matched.ravel(), np.tile(ious, len(kinds)), len(parts)).astype(np.float64)
         return parts, tallies, sums
 
 
