@@ -39,12 +39,6 @@ _ALL = (
             Option("b-ratio", 1.0, "share of our steps that want rollouts", least=0.01, most=1),
             Option("slow-share", 0.0, "share of the rollouts that wait ten times as long", least=0, most=1),
             Option("sync-every-steps", 4, "steps between two of our rounds", least=1),
-            Option(
-                "on-pending",
-                "wait",
-                "of a round that meets rollouts",
-                choices=("wait", "abort", "resume"),
-            ),
             _STEPS,
             _REPEATS,
         ),

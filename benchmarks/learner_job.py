@@ -56,8 +56,6 @@ class Arm:
     objective: Objective = Objective.CORRECTED_TARGET
     prefetch: Mapping[str, Any] = field(default_factory=dict)
     """Differences from the demo's section ``prefetch``."""
-    sync: Mapping[str, Any] = field(default_factory=dict)
-    """Differences from the demo's section ``rollout.sync``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def write_arm_config(arm: Arm) -> Path:
     if arm.b_ratio == 0:
         return write_job(job, arm.ports)
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
-    rollout: dict[str, Any] = {"sync": {"timeout_s": 60.0, "proof": "checksum", **arm.sync}}
+    rollout: dict[str, Any] = {"sync": {"timeout_s": 60.0, "proof": "checksum"}}
     if arm.objective is not Objective.CORRECTED_TARGET:
         rollout["num_generations"] = MICRO_BATCH
     channel_b = {"prefetch": arm.prefetch}

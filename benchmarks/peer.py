@@ -124,7 +124,6 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 ports=ports[is_peer],
                 b_ratio=0.0 if is_peer else options.b_ratio,
                 prefetch={**_PREFETCH, "sync_every_steps": options.sync_every_steps},
-                sync={"on_pending": options.on_pending},
                 mode=config.Mode.INLINE if loop is LoopArm.OURS_INLINE else config.Mode.ASYNC,
                 objective=config.Objective(options.objective),
             )

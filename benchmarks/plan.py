@@ -24,7 +24,6 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
 from swift_stage2.records import Pack
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide
-from swift_stage2.scheduling.horizon import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel
 
 SECONDS_BUDGET = 0.002
@@ -41,7 +40,6 @@ _SLOWEST_PAIR_S = 1.0
 _NUM_SERVERS = 1
 _VERSION = 7
 _FACTS = RankFacts(
-    pace=ProductionPace(1.5, 1.5),
     servers_proven=(_VERSION,) * _NUM_SERVERS,
     servers_suspect=(False,) * _NUM_SERVERS,
     servers_closed=(False,) * _NUM_SERVERS,

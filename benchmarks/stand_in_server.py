@@ -3,8 +3,8 @@
 ``python -m benchmarks.stand_in_server --model DIR --port N --rows FILE --latency-s S`` speaks the whole wire,
 rounds included, so that a learner beside it has its processor to itself. Requests begin and end one by one, as with
 continuous batching, and a POST ends with its last one. A row has several answers, given in turn, so that copies of it
-can be compared. A request's wait is drawn from the number of its answer, so that it is as long in every arm of a bench;
-an aborted one gives as much of its answer as it has waited for, and the rest of an answer takes the rest of its wait.
+can be compared. A request's wait is drawn from the number of its answer, so that it is as long in every arm of a bench,
+and its tokens come evenly meanwhile.
 Log-probabilities are all the same number: no model has sampled. With ``--stock`` it takes weights as a stock server
 does from ms-swift's own client.
 """
@@ -38,12 +38,11 @@ from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server import routes
 from swift_stage2.rollout_server.command_line import ServerCommand, serve
-from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest, WeightStamp
+from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine, spans_of
 from swift_stage2.rollout_server.weight_slot import SlotState
-from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.infer_wire import SamplingOptions
 from swift_stage2.servers.request_checks import RequestLimits
 
@@ -56,8 +55,7 @@ NUM_ANSWERS = 7
 LOG_PROB = -0.5
 """Of every token."""
 _MOST_AT_ONCE = 256
-_DRAIN_S = 600.0
-_ABORT_POLL_S = 0.05
+_TOKEN_S = 0.05
 _LOOPBACK = "127.0.0.1"
 _SERVER_RANK, _LEARNER_RANK, _NUM_MEMBERS = 0, 1, 2
 _TIMEOUT_S = 60.0
@@ -66,15 +64,8 @@ _TIMEOUT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     row: EncodedRow
-    answers: tuple[tuple[int, GeneratedRow], ...]
-    """Each with its number among those of all rows."""
-    turns: Iterator[tuple[int, GeneratedRow]]
-
-    def answer_to(self, prefix: tuple[int, ...]) -> tuple[int, GeneratedRow]:
-        """The next one in turn, or that which begins so."""
-        if not prefix:
-            return next(self.turns)
-        return next(each for each in self.answers if each[1].token_ids[: len(prefix)] == prefix)
+    answers: Iterator[tuple[int, GeneratedRow]]
+    """In turn, each with its number among those of all rows."""
 
 
 class StandInGenerator(SwiftGenerator):
@@ -93,7 +84,7 @@ class StandInGenerator(SwiftGenerator):
             first = number * NUM_ANSWERS
             answers = tuple((each, self._answer(truth, each)) for each in range(first, first + NUM_ANSWERS))
             encoded = replace(super().encode_row(request), inputs={}, template_inputs=None)
-            prepared = _Prepared(encoded, answers, cycle(answers))
+            prepared = _Prepared(encoded, cycle(answers))
             # ms-swift's own client sends a path, which a stock server opens.
             self._prepared[_key(images)] = self._prepared[_key(row["images"])] = prepared
 
@@ -109,69 +100,55 @@ class StandInGenerator(SwiftGenerator):
         prepared = self._prepared.get(_key(request.conversation.get("images") or ()))
         if prepared is None:
             return replace(super().encode_row(request, is_aborted), inputs={}, template_inputs=None)
-        number, answer = prepared.answer_to(request.prefix)
+        number, answer = next(prepared.answers)
         # In a place that only the real generator's template uses, the row carries its answer.
-        return replace(prepared.row, template_inputs=answer, prefix=request.prefix, seed=number)
+        return replace(prepared.row, template_inputs=answer, seed=number)
 
     def generate_rows(
         self,
         rows: Sequence[EncodedRow],
         sampling: SamplingOptions,
-        aborted: Callable[[], Sequence[bool]],
+        between_tokens: Callable[[int], Sequence[bool]],
     ) -> list[GeneratedRow]:
         """Waits for one row; ``StandInEngine`` asks for no more at once."""
         (row,) = rows
-        given = self._generate(row, aborted)
+        given = self._generate(row, between_tokens)
         return [replace(given, log_probs=(LOG_PROB,) * len(given.token_ids) if sampling.logprobs else None)]
 
-    def _generate(self, row: EncodedRow, aborted: Callable[[], Sequence[bool]]) -> GeneratedRow:
+    def _generate(self, row: EncodedRow, between_tokens: Callable[[int], Sequence[bool]]) -> GeneratedRow:
         answer: GeneratedRow | None = row.template_inputs
         if answer is None:
             return GeneratedRow("", (self.tokenizer.eos_token_id,), RowEnd.STOP, None)
-        num_tokens, wait_s = len(answer.token_ids), self._wait_of(row.seed)
-        left_s, pause = wait_s * (1 - len(row.prefix) / num_tokens), threading.Event()
-        while left_s > 0 and not all(aborted()):
-            pause.wait(min(left_s, _ABORT_POLL_S))
-            left_s -= _ABORT_POLL_S
-        if left_s <= 0:
-            return replace(answer, token_ids=answer.token_ids[len(row.prefix) :])
-        # The token that ends an answer comes with its end.
-        reached = min(num_tokens - 1, max(len(row.prefix), int(num_tokens * (1 - left_s / wait_s))))
-        text = self.tokenizer.decode(answer.token_ids[:reached])
-        return GeneratedRow(text, answer.token_ids[len(row.prefix) : reached], RowEnd.ABORT, None)
+        left_s = wait_s = self._wait_of(row.seed)
+        pause = threading.Event()
+        while left_s > 0 and not all(between_tokens(int(len(answer.token_ids) * (1 - left_s / wait_s)))):
+            pause.wait(min(left_s, _TOKEN_S))
+            left_s -= _TOKEN_S
+        return answer
 
 
 class StandInEngine(TransformersRolloutEngine):
-    """Has every request answered by a thread of its own. Weights are copied when none is left."""
+    """Has every request answered by a thread of its own."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._answering = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="answer")
-        self._changed = threading.Condition()
         super().__init__(*args, **options)
 
-    def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
-        if isinstance(work, ExclusiveTask):
-            with self._changed:
-                self._changed.wait_for(lambda: not self._running, _DRAIN_S)
-        super()._do(work)
-
     def _run_batch(self, jobs: list[GenerationJob]) -> None:
-        with self._changed:
-            self._running += tuple(jobs)
         for job in jobs:
-            self._answering.submit(self._answer, job, self.stamp)
+            self._answering.submit(self._answer, job)
 
-    def _answer(self, job: GenerationJob, stamp: WeightStamp) -> None:
+    def _answer(self, job: GenerationJob) -> None:
+        stamps = [(self.stamp, 0)]
+
+        def between_tokens(num_tokens: int) -> list[bool]:
+            if (stamp := self.stamp) is not stamps[-1][0]:
+                stamps.append((stamp, num_tokens))
+            return [job.aborted]
+
         assert job.row is not None
-        (row,) = self.generator.generate_rows(
-            [job.row],
-            job.request.sampling,
-            aborted=lambda: [job.aborted],
-        )
-        with self._changed:
-            self._running = tuple(each for each in self._running if each is not job)
-            self._changed.notify_all()
-        self._finish(job, job.completion(stamp, row))
+        (row,) = self.generator.generate_rows([job.row], job.request.sampling, between_tokens)
+        self._finish(job, job.completion(row, spans_of(stamps, len(row.token_ids))))
 
 
 class StockWeights:

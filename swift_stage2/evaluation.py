@@ -36,7 +36,6 @@ from swift_stage2.records import (
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
-from swift_stage2.servers.infer_wire import protect_from_abort
 from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -171,8 +170,7 @@ class RankEvaluation:
         for number in numbers:
             try:
                 sample = read_sample(self.rows, self.task, self._keys[number])
-                # A server installs new weights behind them, also where a round aborts rollouts.
-                requests.append(protect_from_abort(self.make_request(sample)))
+                requests.append(self.make_request(sample))
                 samples.append(sample)
             except SampleError as error:
                 failed[number] = str(error)

@@ -78,8 +78,6 @@ class ReturnReason(StrEnum):
     """Its pack was the oldest of a queue over its limit."""
     TIMED_OUT = "timed_out"
     """It was asked alone and did not answer in time."""
-    ABORTED = "aborted"
-    """Its server ended it early for a pending round."""
     FAILED = "failed"
     """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
     round proved the weights that answered, or the process that held its encoding was lost."""
@@ -132,6 +130,11 @@ class Rollout:
         """The oldest version that any of its tokens was sampled under."""
         return min(span.version for span in self.spans)
 
+    @property
+    def newest_version(self) -> int:
+        """The newest version that any of its tokens was sampled under."""
+        return max(span.version for span in self.spans)
+
 
 @dataclass(frozen=True, slots=True)
 class PostFailure:
@@ -149,9 +152,6 @@ class BatchOutcome:
 
     rollouts: tuple[Rollout, ...] = ()
     returned: tuple[Sample, ...] = ()  # to be asked again later, their attempts not counted up
-    aborted: tuple[Rollout, ...] = ()
-    """Answers as far as they had come when a server aborted them. Their samples are among ``returned``."""
-    partial: tuple[Rollout, ...] = ()  # aborted, and to be resumed: their samples are in no other field
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
     quarantined: tuple[tuple[Sample, str], ...] = ()  # poisonous requests, each with its reason

@@ -65,7 +65,6 @@ Flag: TypeAlias = Annotated[bool, Strict()]
 Int: TypeAlias = Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)]
 Number: TypeAlias = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Seconds: TypeAlias = Annotated[Number, Field(gt=0, le=1e9)]
-TokenId: TypeAlias = Annotated[Int, Field(ge=0, lt=2**31)]
 Many: TypeAlias = Annotated[tuple[ValueT, ...], Field(fail_fast=True)]
 Sums: TypeAlias = Annotated[Mapping[str, str], WrapValidator(lambda sums, _: _require_text(sums))]
 """A checksum per tensor. pydantic would note what is wrong with every one of a million, for minutes."""
@@ -182,7 +181,6 @@ class ServerInfo(Message):
     run_id: Text | None = None
     state: Text | None = None
     manifest: Many[TensorSpec] = ()
-    resume: Flag = False  # whether a request may bring the first ids of its answer
     chat_model: Text | None = None
 
     @property
@@ -260,14 +258,7 @@ class InstallRequest(Message):
     run_id: Text
     version: Int
     checksums: Sums
-    on_pending: Annotated[Text, Field(pattern="^(wait|abort|resume)$")] = "wait"
-    """What becomes of completions in the making. ``resume``: ended, too; their caller asks for the rest."""
     timeout_s: Seconds = 300.0
-
-    @property
-    def aborts(self) -> bool:
-        """Whether those that may be aborted are; the others are waited for."""
-        return self.on_pending != "wait"
 
 
 @dataclass(frozen=True, slots=True, config=OPEN)

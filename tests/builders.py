@@ -11,7 +11,7 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.records import EvaluationCounts, MatchQuality, Rollout
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.telemetry.events import Cut, Evaluation, Matched, RecordedCompletion
+from swift_stage2.telemetry.events import Evaluation, Matched, RecordedCompletion
 
 BASE: dict[str, Any] = {
     "swift": {"model": "m", "dataset": ["d.jsonl"], "output_dir": "out", "gradient_accumulation_steps": 4},
@@ -68,10 +68,6 @@ def sharing(*entries: dict[str, Any], **launch: Any) -> dict[str, Any]:
 def on_vllm(share: Any, key: str = "vllm_gpu_memory_utilization", **server: Any) -> dict[str, Any]:
     """A server that ``launch`` starts, with its part of a device."""
     return {"engine": "vllm", "args": {key: share}} | server
-
-
-def cut_of(rollout: Rollout) -> Cut:
-    return Cut.of(rollout, samples=(rollout.sample.key,), num_tokens=len(rollout.token_ids))
 
 
 def matched_of(rollout: Rollout, quality: MatchQuality) -> Matched:

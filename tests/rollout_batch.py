@@ -79,9 +79,6 @@ def collect(client: RolloutClient, samples: Sequence[Sample]) -> BatchOutcome:
             sorted((r for each in shares for r in each.rollouts), key=lambda r: place[r.sample.key])
         ),
         returned=tuple(sorted((s for each in shares for s in each.returned), key=lambda s: place[s.key])),
-        aborted=tuple(
-            sorted((r for each in shares for r in each.aborted), key=lambda r: place[r.sample.key])
-        ),
         timed_out=tuple(sorted((s for each in shares for s in each.timed_out), key=lambda s: place[s.key])),
         quarantined=tuple(
             sorted((q for each in shares for q in each.quarantined), key=lambda q: place[q[0].key])

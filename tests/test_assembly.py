@@ -26,7 +26,6 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
-from swift_stage2.servers.health_check import ServerKind
 
 
 @pytest.fixture
@@ -146,7 +145,7 @@ def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing, warnings = _closed_port(), list[str]()
-    config = configure(missing, server.url, start_timeout_s=8.0, sync={"on_pending": "wait"})
+    config = configure(missing, server.url, start_timeout_s=8.0)
     found = wait_for_servers(config, SingleRank(), warnings.append)
     assert set(found.absent) == {missing}
     (warning,) = warnings
@@ -173,8 +172,6 @@ def test_an_absent_server_must_pass_the_checks_of_a_start(
     server.on_get = _ours()
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 by another name"):
         look(configure(server.url))
-    with pytest.raises(ConfigError, match="on_pending: resume needs servers"):
-        look(configure(server.url, sync={"on_pending": "resume"}))
     server.on_get = stock
     monkeypatch.setattr(servers, "vllm_is_installed", lambda: False)
     with pytest.raises(ConfigError, match="vLLM must be installed beside the learner"):
@@ -198,48 +195,6 @@ def test_another_program_is_no_stock_server(
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
     with pytest.raises(ServerUnavailable, match="must be a rollout server, got an answer of another program"):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
-
-
-def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    warnings: list[str] = []
-    wait_for_servers(configure(server.url, sync={"on_pending": "wait"}), SingleRank(), warnings.append)
-    assert warnings == []
-    wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
-    (warning,) = warnings
-    assert warning.startswith(f"{server.url} cannot abort rollouts")
-    assert "rollout.sync.on_pending: abort needs swift-stage2 rollout" in warning
-    server.on_get = _ours()
-    wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
-    assert len(warnings) == 1
-
-
-@pytest.mark.parametrize(
-    ("info", "told"),
-    [
-        (
-            None,
-            "stock swift rollout; serve with swift-stage2 rollout of this release, or write on_pending: wait",
-        ),
-        ({}, "of an earlier release; serve with .*or write on_pending: abort"),
-        ({"resume": True}, None),
-    ],
-)
-def test_a_server_that_cannot_resume_is_refused_where_it_must(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    info: dict[str, bool] | None,
-    told: str | None,
-) -> None:
-    if info is not None:
-        server.on_get = _ours(**info)
-    config = configure(server.url, sync={"on_pending": "resume"})
-    if told is None:
-        assert wait_for_servers(config, SingleRank()).kinds == {server.url: ServerKind(is_ours=True)}
-        return
-    with pytest.raises(ConfigError, match=f"on_pending: resume needs .*got {server.url}, .*{told}"):
-        wait_for_servers(config, SingleRank())
 
 
 @pytest.mark.parametrize("option", ["enable_multi_turn", "use_gym_env"])

@@ -64,7 +64,6 @@ TARGET = "stage2_ab.channel_b.target"
 EVALUATION = "stage2_ab.evaluation"
 
 ON_DISK = {f"{SYNC}.transport": "disk", f"{SYNC}.disk_directory": "/w"}
-RESUMING = {f"{SYNC}.on_pending": "resume"}
 BY_REWARDS = {
     "stage2_ab.objective": "grpo",
     "rollout.num_generations": 4,
@@ -170,15 +169,10 @@ REFUSED: list[dict[str, Any]] = [
     sharing(on_vllm(0.6), on_vllm(0.4)),
     sharing(on_vllm(0.4, engine="swift")),
     sharing(on_vllm(0.4), share_devices=False),
-    # how weights travel and what becomes of pending rollouts
-    {f"{SYNC}.on_pending": "abort", **launched({"engine": "swift"})},
-    RESUMING | launched({"engine": "swift"}),
+    # how weights travel
     ON_DISK | launched({"engine": "swift"}),
     {f"{SYNC}.transport": "disk"},
     ON_DISK | {f"{SYNC}.disk_directory": "weights"},
-    RESUMING | {"rollout.max_resumes": 3},
-    RESUMING | {f"{PREFETCH}.version_window": 0},
-    {f"{SYNC}.on_pending": "abort", "rollout.max_resumes": 1},
     # keys that are unknown, misplaced, retired or missing
     {f"{PREFETCH}.version_windw": 2},
     {"stage2_abc": {}},
@@ -243,15 +237,7 @@ def test_what_is_refused_is_told_in_these_words(tmp_path: Path, changes: dict[st
 
 
 ACCEPTED: list[dict[str, Any]] = [
-    *(
-        needing | servers_of_ours
-        for needing in (
-            {f"{SYNC}.on_pending": "abort"},
-            RESUMING,
-            ON_DISK,
-        )
-        for servers_of_ours in (launched({"engine": "vllm"}), launched())
-    ),
+    *(ON_DISK | servers_of_ours for servers_of_ours in (launched({"engine": "vllm"}), launched())),
     servers_at("http://h:7001", "http://g:7001"),
     {"swift.packing": False, "swift.sequence_parallel_size": 1, "swift.truncation_strategy": "delete"},
     {"swift.deepspeed": "zero3"},
@@ -285,12 +271,6 @@ def test_what_is_near_a_refusal_and_works_is_taken_as_it_is_written(
 ) -> None:
     data = changed(changes)
     assert load(tmp_path, data).swift == data["swift"]
-
-
-def test_a_rollout_is_resumed_no_oftener_than_its_tokens_stay_fresh(tmp_path: Path) -> None:
-    assert load(tmp_path, changed(RESUMING)).max_resumes == 2, "the version window"
-    assert load(tmp_path, changed(RESUMING, {"rollout.max_resumes": 1})).max_resumes == 1
-    assert load(tmp_path, changed({f"{SYNC}.on_pending": "abort"})).max_resumes is None
 
 
 def _keys(section: type, place: str = "") -> list[tuple[str, tuple[str, ...]]]:

@@ -60,12 +60,14 @@ class StandInPack:
 @dataclass
 class StandInPipeline:
     failure: BaseException | None = None
-    production_pace: None = None
     current_activity: None = None
 
     def start(self) -> None: ...
 
     def observe(self, view: Any) -> None: ...
+
+    def makes_stale(self, version: int) -> bool:
+        return False
 
     def stop(self, timeout_s: float) -> bool:
         return True

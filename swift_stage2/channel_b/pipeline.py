@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts, PartialRollouts, newest_version
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal, ScoredRollout
@@ -32,7 +32,7 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
 from swift_stage2.runtime.background import CurrentActivity
-from swift_stage2.scheduling.horizon import Pacer, ProductionPace, StepView
+from swift_stage2.scheduling.horizon import Pacer, StepView
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.telemetry.recorders import PipelineRecorder
@@ -41,6 +41,7 @@ from swift_stage2.telemetry.timing import PipelineActivity
 logger = logging.getLogger(__name__)
 
 _IDLE_SLICE_S = 0.2
+_END_S = 10.0  # places end within their calls' cut
 _Work = Callable[[Sequence[Rollout]], Sequence[EncodedRollout | ScoredRollout | Refusal]]
 _MOST_MISREAD = 64  # asked once more with one that was not, so that few tell a server which misreads all
 
@@ -63,8 +64,6 @@ class Pipeline:
     packing: PackingConfig
     groups: Groups | None = None
     """Holds rollouts of one row until their group is whole; None: each is trained by itself."""
-    max_resumes: int | None = None
-    """Times that a rollout is resumed; None: one that was aborted begins anew."""
     ask_evaluation: Callable[[int], int] | None = None
     """Asks for at most so many prompts of an evaluation; how many that are."""
     take_evaluated: Callable[[BatchOutcome], None] | None = None
@@ -74,14 +73,6 @@ class Pipeline:
         self._segments: list[Segment] = []
         self._awaiting_confirmation: list[Rollout] = []  # that the learner has not heard their weights proven
         self._misread: set[int] = set()  # rows, by a server that agreed on no other
-        self._partial = PartialRollouts(
-            self.attempts,
-            self.ends,
-            self.client.confirms,
-            self.clock,
-            max_resumes=self.max_resumes,
-            version_window=self.pacer.version_window,
-        )
         self._drop = self.ends.dropped if self.groups is None else self.groups.drop
         self._view: StepView | None = None
         self._production = ProductionController(
@@ -126,10 +117,12 @@ class Pipeline:
             self.preprocessor.close()
         return ended
 
-    @property
-    def production_pace(self) -> ProductionPace | None:
-        """How long this rank's productions take, in steps; None before the first."""
-        return self._production.pace
+    def makes_stale(self, version: int) -> bool:
+        """Whether ``version`` makes too old what is at hand and fresh, in flight or waiting. On any thread."""
+        versions = [each.version for each in self.attempts.open().values()]
+        in_groups = self.groups.rollouts if self.groups is not None else ()
+        versions += [each.version for each in (*self._awaiting_confirmation, *in_groups, *self._segments)]
+        return version - self.pacer.version_window - 1 in (*versions, *self.queue.peek_versions())
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
@@ -143,7 +136,7 @@ class Pipeline:
                 while not self._stop.is_set():
                     self._rest()
                     self._turn(_IDLE_SLICE_S)
-            self._partial.give_back(self.client.next_finished)
+            self._give_back()
         except BaseException as error:  # top of the thread: the learner turns it into a decision of all ranks
             if self._stop.is_set():
                 return  # what it used is being closed
@@ -161,7 +154,7 @@ class Pipeline:
 
     def _rest(self) -> None:
         """It waits from now on, for servers or for a step."""
-        if num_asked := self._partial.num_asked:
+        if num_asked := len(self.attempts):
             self.events.enter(PipelineActivity.TICKET)
             waits = f"channel B's pipeline asks servers for {num_asked} rollouts"
             if self.current_activity is None or self.current_activity.what != waits:
@@ -186,10 +179,9 @@ class Pipeline:
             if outcome.settings is not None:
                 evaluated.append(outcome)
             else:
-                outcome = self._handle_result(outcome)
+                self._handle_result(outcome)
                 arrived += outcome.rollouts
-            has_tokens = any(part.token_ids for part in outcome.partial)
-            was_fruitful.append(bool(outcome.rollouts or outcome.quarantined or has_tokens))
+            was_fruitful.append(bool(outcome.rollouts or outcome.quarantined))
         began = time.monotonic()
         confirmed = self._split_confirmed(arrived)
         self._used_up_for = None
@@ -205,26 +197,33 @@ class Pipeline:
             self._num_evaluating -= len(outcome.samples)
             assert self.take_evaluated is not None
             self.take_evaluated(outcome)
-        if not (self._partial.num_asked or self._awaiting_confirmation):
+        if not (self.attempts or self._awaiting_confirmation):
             view = self._view
             self._production.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
 
-    def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
-        """A share has ended: its attempts are over, or partial, and what was not answered goes back."""
-        outcome = self._partial.handle_result(outcome)
+    def _handle_result(self, outcome: BatchOutcome) -> None:
+        """A share has ended: its attempts are over, and what was not answered goes back."""
+        self.attempts.close([sample.key for sample in outcome.samples])
         self.events.batch(outcome)
         self.ends.take_back(outcome, is_stopped=self._stop.is_set())
         for sample, message in outcome.quarantined:
             self.ends.quarantine(sample.key, QuarantineReason.ROLLOUT, message)
-        return outcome
+
+    def _give_back(self) -> None:
+        """The run ends: what servers have in hand comes back, for the client is stopped."""
+        ends = time.monotonic() + _END_S
+        while self.attempts and (left_s := ends - time.monotonic()) > 0:
+            outcome = self.client.next_finished(left_s)
+            if outcome is not None and outcome.settings is None:
+                keys = [sample.key for sample in outcome.samples]
+                self.attempts.close(keys)
+                self.source.give_back(keys, ReturnReason.STOPPED)
 
     def _ask(self, confirmed: Sequence[Rollout]) -> None:
-        """Takes the free places: what is resumed first, then what is new, and an evaluation has the rest."""
+        """Takes the free places; an evaluation has the rest."""
         view = self._view
         if view is None or view.max_prompts == 0:
             return
-        if resumed := self._partial.to_resume(self.client.free_places):
-            self._submit(resumed, are_new=False)
         here = [*self._awaiting_confirmation, *confirmed]
         waiting = self.groups.rollouts if self.groups is not None else ()
         versions = [rollout.version for rollout in (*here, *waiting)]
@@ -253,21 +252,20 @@ class Pipeline:
             except SampleError as error:
                 self.ends.quarantine(key, QuarantineReason.SAMPLE, str(error))
         self.attempts.begin([sample.key for sample in samples])
-        self._submit(samples, are_new=True)
+        self._submit(samples)
 
-    def _submit(self, drawn: Sequence[Sample], *, are_new: bool) -> None:
+    def _submit(self, drawn: Sequence[Sample]) -> None:
         samples, requests = [], []
         for sample in drawn:
             try:
-                requests.append(self._partial.request(sample, self.make_request(sample)))
+                requests.append(self.make_request(sample))
                 samples.append(sample)
             except SampleError as error:
                 self.attempts.close([sample.key])
                 self.ends.quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return
-        if are_new:
-            self._production.asked()
+        self._production.asked()
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)
 
@@ -279,7 +277,7 @@ class Pipeline:
             answer = self.client.confirms(rollout)
             if answer is False:
                 unconfirmed.append(rollout.sample.key)
-            elif answer and newest_version(rollout) <= self.clock.current:
+            elif answer and rollout.newest_version <= self.clock.current:
                 confirmed.append(rollout)
             else:
                 self._awaiting_confirmation.append(rollout)
@@ -352,7 +350,7 @@ class Pipeline:
             if not self._segments:
                 return
             lengths = [segment.num_tokens for segment in self._segments]
-            view, num_out = self._view, self._partial.num_asked
+            view, num_out = self._view, len(self.attempts)
             # More of them than fit, or nothing that could still come: to wait fills no pack better.
             is_stuck = num_out == 0 and (
                 sum(lengths) > self.packing.packing_length or self._used_up_for is view

@@ -19,7 +19,6 @@ from swift_stage2.scheduling.horizon import (
     Pacer,
     PacerInputs,
     ProductionMeter,
-    ProductionPace,
     StepView,
     packs_of,
 )
@@ -49,11 +48,6 @@ class ProductionController:
         self._changed = threading.Condition()
         self._met: StepView | None = None  # the latest whose demand is met
         self._is_over = False
-
-    @property
-    def pace(self) -> ProductionPace | None:
-        """The steps from asking for a rollout to its place in a pack, waits left out; None before the first."""
-        return self._meter.pace
 
     def measured(self, view: StepView | None, seconds: float) -> None:
         """One took so long. Waits for a ticket or a proof are no part of it: the pacer knows rounds by itself."""
@@ -94,10 +88,11 @@ class ProductionController:
         of_segments = [segment.version for segment in segments] if are_packs else []
         coming = [(version, state.position) for version in (*here, *of_segments)]
         for attempt in attempts:
-            oldest = attempt.oldest_version
-            version = state.current_version if oldest is None else oldest
+            version = state.current_version if attempt.version is None else attempt.version
             coming.append((version, view.arrival(state, attempt.sent_s)))
-        in_making, num_left = packs_of(coming, self._segments_per_pack)
+        in_making, over = packs_of(coming, self._segments_per_pack)
+        # One that is late is not waited for: what is asked for now comes sooner.
+        num_left = sum(arrival <= view.arrival(state, None) for arrival in over)
         num_left += len(segments) - len(of_segments)
         num_packs = self._num_packs(view, replace(state, in_making=in_making))
         wanted = math.ceil(num_packs * self._segments_per_pack) - num_left
@@ -112,10 +107,7 @@ class ProductionController:
         """
         if view is None:
             return True
-        # In mode inline the step that trains them is this one, at no later version.
-        is_next = view.num_demanded is None
-        version = self.pacer.next_version(self._state(view)) if is_next else self.clock.current
-        oldest_fresh = version - self.pacer.version_window
+        oldest_fresh = self.clock.current - self.pacer.version_window
         return self.queue.has_room(min(youngest, oldest_fresh))
 
     def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:
@@ -170,6 +162,5 @@ class ProductionController:
             progress=view.progress,
             current_version=self.clock.current,
             ready_versions=self.queue.peek_versions(),
-            pace=self._meter.pace,
-            packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
+            typical_steps=self._meter.typical_steps,
         )

@@ -28,7 +28,7 @@ from swift_stage2.checks.packing_isolation import (
 from swift_stage2.checks.samples import RowLengths, check_rows
 from swift_stage2.checks.servers import FoundServers
 from swift_stage2.collectives import ControlGroup, run_on_all_ranks
-from swift_stage2.config import OnPending, Preprocessing, Stage2Config
+from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.objective import require_weight
 from swift_stage2.config.rules import find
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
@@ -229,8 +229,7 @@ def wait_for_servers(
 ) -> FoundServers:
     """Returns once every server answers and can be given weights, or ``rollout.start_timeout_s`` is over.
 
-    ``warn`` is told on rank 0 of servers that are absent, and of one that cannot abort although ``sync.on_pending``
-    asks for it.
+    ``warn`` is told on rank 0 of servers that are absent.
 
     Raises:
         UserError: a server cannot be given weights from here, refuses the key, or is named twice; on every rank.
@@ -256,11 +255,6 @@ def wait_for_servers(
             waiting[base_url] = heard.partition("; ")[0]  # the others may answer meanwhile
         elif heard:
             found.absent[base_url] = heard
-        elif config.rollout.sync.on_pending is OnPending.ABORT and not found.kinds[base_url].is_ours:
-            warn(
-                f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
-                "rollout.sync.on_pending: abort needs swift-stage2 rollout"
-            )
         if len(found.absent) == num_servers:
             raise ServerUnavailable(
                 f"a rollout server must answer within {limit}",

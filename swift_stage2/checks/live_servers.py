@@ -34,7 +34,7 @@ from swift_stage2.checks.rollouts import (
 )
 from swift_stage2.checks.samples import CheckedRows
 from swift_stage2.checks.servers import explain, identify
-from swift_stage2.config import Mode, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -189,8 +189,6 @@ class LiveServers:
             samples_per_pack=self.samples.result.lengths.samples_per_pack(channel_b.packing.packing_length),
             batch_s=max(call.seconds for call in full),
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
-            versions_are_staged=config.stage2_ab.mode is Mode.ASYNC
-            and not any(info.result.stock for info in self.infos),
         )
 
     def _load(self) -> CheckResult[nn.Module]:

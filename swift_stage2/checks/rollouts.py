@@ -26,6 +26,7 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS, sustained
 from swift_stage2.errors import SampleError, ServerFault
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.scheduling.version_schedule import MOST_CADENCES
 from swift_stage2.servers import infer_wire
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -250,8 +251,6 @@ class Feeding:
     """``max_inflight_per_server`` rollouts at once on the slowest server."""
     rollouts_per_s: float
     """All servers together, every slot in use."""
-    versions_are_staged: bool = False
-    """True if every server stages: it answers while weights travel, and installs them between two POSTs."""
 
     @property
     def rollouts_per_b_step(self) -> float:
@@ -279,9 +278,8 @@ class Feeding:
         return self.posts_per_production * self.batch_s / step_s
 
     def versions_passed(self, step_s: float) -> int:
-        """Versions that pass while packs are made: of staged rounds one for each POST at most."""
-        by_steps = math.ceil(self.production(step_s) / self.sync_every_steps)
-        return min(by_steps, self.posts_per_production) if self.versions_are_staged else by_steps
+        """Versions that pass while packs are made, although each waits for them as long as it may."""
+        return math.ceil(self.production(step_s) / (MOST_CADENCES * self.sync_every_steps))
 
     def load(self, step_s: float) -> float:
         """Need over what the servers can give; above 1 they cannot keep up."""
@@ -324,7 +322,8 @@ def check_settings(feeding: Feeding, step_s: float | None) -> CheckResult[None]:
         values.append(f"rollout.max_inflight_per_server: {slots} (now {inflight})")
     if step_s is not None and (passed := feeding.versions_passed(step_s)) > window:
         age = feeding.production(step_s)
-        reasons.append(f"packs arrive {age:.1f} steps old, and a version lasts {feeding.sync_every_steps}")
+        lasts = MOST_CADENCES * feeding.sync_every_steps
+        reasons.append(f"packs arrive {age:.1f} steps old, and a version lasts {lasts} at most")
         values.append(f"stage2_ab.channel_b.prefetch.version_window: {passed} (now {window})")
     if load > 1:
         ratio = float(feeding.b_ratio)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
-from swift_stage2.config import OnPending, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
 from swift_stage2.runtime.network import ANY_ADDRESS, is_here, refuse_busy, resolve
 from swift_stage2.servers import vllm_serve
@@ -166,7 +166,7 @@ def identify(session: ServerSession, config: Stage2Config, deadline: Deadline) -
     info = session.info(deadline)
     if info.stock:  # for the whole run, so one odd answer shall not decide it
         info = session.info(deadline)
-    base_url, kind = session.base_url, "swift-stage2 rollout of an earlier release"
+    base_url = session.base_url
     if info.is_swift_rollout:
         ask_world_size(session, deadline)
         if option := ask_turns_option(session, deadline):
@@ -175,15 +175,6 @@ def identify(session: ServerSession, config: Stage2Config, deadline: Deadline) -
                 got=f"{option} at {base_url}",
                 remedy="start it without --multi_turn_scheduler and --use_gym_env",
             )
-    if info.stock:
-        kind = "stock swift rollout" if info.chat_model is None else "a plain vllm serve"
-    if config.rollout.sync.on_pending is OnPending.RESUME and not info.resume:
-        raise ConfigError(
-            "rollout.sync.on_pending: resume needs servers that resume aborted rollouts",
-            got=f"{base_url}, {kind}",
-            remedy="serve with swift-stage2 rollout of this release, or write on_pending: "
-            + ("wait" if info.stock else "abort"),
-        )
     if info.stock and not vllm_is_installed():
         raise ConfigError(
             f"{base_url} is no server of ours and takes weights over vLLM's own group: vLLM must be installed beside "

@@ -20,7 +20,6 @@ from swift_stage2.config.objective import Objective as Objective
 from swift_stage2.config.objective import Proximal as Proximal
 from swift_stage2.config.rollout import ROUND_MARGIN_S as ROUND_MARGIN_S
 from swift_stage2.config.rollout import DecodingConfig as DecodingConfig
-from swift_stage2.config.rollout import OnPending as OnPending
 from swift_stage2.config.rollout import Proof as Proof
 from swift_stage2.config.rollout import RolloutConfig as RolloutConfig
 from swift_stage2.config.rollout import ServerConfig as ServerConfig

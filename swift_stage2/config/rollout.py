@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from swift_stage2.config import rules
-from swift_stage2.config.rules import Count, NotNegative, Positive, Whole
+from swift_stage2.config.rules import Count, NotNegative, Positive
 from swift_stage2.errors import ConfigError
 
 MAX_REQUESTS_PER_POST = 4096
@@ -25,14 +25,6 @@ ROUND_MARGIN_S = 10.0
 _FIRST_FREE_PORT = 1024  # lower ones belong to the system
 _DEFAULT_GROUP_PORT = 29600  # outside 32768..60999, from which Linux takes the ports of whoever calls out
 _HOST = re.compile(r"[\w.-]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F:.]*(%\w+)?")
-
-
-class OnPending(StrEnum):
-    """An install waits for rollouts that still run, or aborts them: to begin anew, or to go on where they were."""
-
-    WAIT = "wait"
-    ABORT = "abort"
-    RESUME = "resume"
 
 
 class Transport(StrEnum):
@@ -108,9 +100,6 @@ class SyncConfig:
     """Weights go in full; no other mode exists. How often: stage2_ab.channel_b.prefetch.sync_every_steps."""
     timeout_s: Positive = 300.0
     """Deadline of a push to one server; calls and transfers in it end at 80 % of that."""
-    on_pending: OnPending = OnPending.WAIT
-    """When a server of ours installs new weights: wait for running rollouts, or abort them. resume asks for the rest of
-    what was aborted, and every server must be able to give it."""
     rolling: bool = True
     """Servers of ours install new weights one after another, so that the others go on answering."""
     transport: Transport = Transport.AUTO
@@ -170,8 +159,6 @@ class RolloutConfig:
     """Prompts that all ranks together may have running on one server."""
     request_timeout_s: Positive = 240.0
     """Deadline of one POST to ``/infer/``."""
-    max_resumes: Whole | None = None
-    """Times that a rollout may be resumed before it is waited for; by default, and at most, version_window."""
     start_timeout_s: Positive = 600.0
     """The longest wait at the start of a run for all servers. A server that is absent then joins when it answers."""
     sync: SyncConfig = field(default_factory=SyncConfig)

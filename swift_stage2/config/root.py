@@ -13,7 +13,7 @@ from typing import Any
 from swift_stage2.config.binding import bind
 from swift_stage2.config.launch import DeviceAssignment, LaunchConfig, ServerEngine, check_devices
 from swift_stage2.config.objective import check_objective
-from swift_stage2.config.rollout import ROUND_MARGIN_S, OnPending, RolloutConfig, Transport
+from swift_stage2.config.rollout import ROUND_MARGIN_S, RolloutConfig, Transport
 from swift_stage2.config.rules import Positive, Whole, find
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
@@ -88,7 +88,6 @@ class Stage2Config:
             )
         self._check_control_timeout()
         self._check_launch()
-        self._check_resumes()
         if self.telemetry.record and not self.swift.get("model"):
             raise ConfigError(
                 "telemetry.record needs ms-swift's arguments in the section swift, where a replay reads them",
@@ -109,14 +108,6 @@ class Stage2Config:
     def b_enabled(self) -> bool:
         """Whether channel B exists at all."""
         return self.stage2_ab.schedule.b_ratio > 0
-
-    @property
-    def max_resumes(self) -> int | None:
-        """Times that a rollout may be resumed; None where one that was aborted begins anew."""
-        window, most = self.stage2_ab.channel_b.prefetch.version_window, self.rollout.max_resumes
-        return (
-            (window if most is None else most) if self.rollout.sync.on_pending is OnPending.RESUME else None
-        )
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -215,23 +206,6 @@ class Stage2Config:
             splits = self.swift.get("split_dataset_ratio") and strategy not in ("no", False)
             self.check_validation_set(int(bool(self.swift.get("val_dataset") or splits)))
 
-    def _check_resumes(self) -> None:
-        window, most = self.stage2_ab.channel_b.prefetch.version_window, self.rollout.max_resumes
-        policy = self.rollout.sync.on_pending
-        if most is not None and policy is not OnPending.RESUME:
-            raise ConfigError(
-                "rollout.max_resumes needs rollout.sync.on_pending: resume",
-                got=f"max_resumes={most} on_pending={str(policy)!r}",
-                remedy="write on_pending: resume, or leave max_resumes out",
-            )
-        if policy is OnPending.RESUME and (not window or (most or 0) > window):
-            raise ConfigError(
-                "rollout.sync.on_pending: resume needs a version_window of at least 1 and of max_resumes, because a "
-                "rollout's oldest tokens age with each resume",
-                got=f"version_window={window} max_resumes={most}",
-                remedy=f"write version_window: {max(1, most or 0)} or more, or fewer max_resumes, or on_pending: wait",
-            )
-
     def _check_launch(self) -> None:
         started, named = len(self.launch.servers), len(self.rollout.servers)
         if started and started != named:
@@ -240,13 +214,7 @@ class Stage2Config:
                 got=f"{started} launch.servers and {named} rollout.servers",
                 remedy="add or remove entries",
             )
-        on_pending, transport = self.rollout.sync.on_pending, self.rollout.sync.transport
-        # Settings that stock servers cannot serve: key, value, who can, and the value for stock ones.
-        needs: list[tuple[str, str, str, str]] = []
-        if self.b_enabled and on_pending is not OnPending.WAIT:
-            needs.append(("on_pending", on_pending, f"servers that can {on_pending}", "wait"))
-        if self.b_enabled and transport is Transport.DISK:
-            needs.append(("transport", transport, "servers of ours", "auto"))
+        uses_disk = self.b_enabled and self.rollout.sync.transport is Transport.DISK
         hosts = [server.host for server in self.rollout.servers]
         on_hosts = ["" if is_loopback(host) else host for host in hosts[:started]]
         placements = [
@@ -255,11 +223,11 @@ class Stage2Config:
         ]
         check_devices(self.launch, [DeviceAssignment(None, "", self.launch.learner.devices), *placements])
         for index, process in enumerate(self.launch.servers):
-            for key, value, such, other in needs if process.engine is ServerEngine.SWIFT else ():
+            if uses_disk and process.engine is ServerEngine.SWIFT:
                 raise ConfigError(
-                    f"rollout.sync.{key}: {value} needs {such}",
+                    "rollout.sync.transport: disk needs servers of ours",
                     got=f"a stock one at launch.servers[{index}].engine={str(process.engine)!r}",
-                    remedy=f"write {key}: {other}, or engine: vllm",
+                    remedy="write transport: auto, or engine: vllm",
                 )
 
 

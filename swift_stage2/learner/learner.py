@@ -24,9 +24,7 @@ from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.horizon import (
-    INSTANT,
     PacerInputs,
-    ProductionPace,
     StepView,
     max_prompts_in_flight,
 )
@@ -265,7 +263,7 @@ class Learner:
             pipeline_failed=b.pipeline.failure is not None,
             truncation_guard=b.guard.paused,
             evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
-            pace=b.pipeline.production_pace or INSTANT,
+            makes_stale=b.pipeline.makes_stale(b.schedule.next_version),
             servers_proven=(0,) * len(b.base_urls),
             servers_suspect=tuple(url in suspicions for url in b.base_urls),
             servers_closed=(False,) * len(b.base_urls),
@@ -318,23 +316,16 @@ class Learner:
                 pending=self._versions.is_changing,
             )
         num_demanded = 0 if self._has_trained or b.longest_fill_s is not None else None
-        b.pipeline.observe(self._view(b, step, num_demanded, slowest_pace=outcome.pace))
+        b.pipeline.observe(self._view(b, step, num_demanded))
 
-    def _view(
-        self, b: ChannelB, step: int, num_demanded: int | None, slowest_pace: ProductionPace = INSTANT
-    ) -> StepView:
+    def _view(self, b: ChannelB, step: int, num_demanded: int | None) -> StepView:
         versions, world_size = self._versions, self.control.world_size
         assert versions is not None
         num_proven = sum(version > 0 for version in versions.asked)
-        begun_step = b.schedule.begun_step
         pacing = PacerInputs(
             step=step,
             current_version=b.clock.current,
-            begun_step=begun_step if begun_step is not None else step,
             holds_production=versions.holds_production,
-            awaits_version=versions.awaits_version,
-            versions_are_staged=versions.are_staged,
-            slowest_pace=slowest_pace,
             missed_in_a_row=self._missed_in_a_row,
         )
         return StepView(

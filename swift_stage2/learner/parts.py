@@ -16,7 +16,7 @@ from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.config import Mode, OnPending, OnPipelineFailure, Stage2Config
+from swift_stage2.config import Mode, OnPipelineFailure, Stage2Config
 from swift_stage2.evaluation import PinnedEvaluation, pinned_evaluation
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.horizon import Pacer
@@ -160,7 +160,6 @@ def make_channel_b(
         ends=ends,
         packing=channel.packing,
         groups=groups,
-        max_resumes=config.max_resumes,
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,
         take_evaluated=evaluation.part.take if evaluation is not None else None,
     )
@@ -228,9 +227,8 @@ def _make_updates(
             failures=failures,
         ),
         sync=sync,
-        # A server may have to wait for rollouts of a rank before it installs, or for those resumed often enough.
-        straggler_s=sync.straggler_s
-        + (rollout.request_timeout_s if sync.on_pending is not OnPending.ABORT else 0.0),
+        # One whose vLLM cannot change weights under requests waits for those of all ranks before it installs.
+        straggler_s=sync.straggler_s + rollout.request_timeout_s,
         sync_every_steps=config.stage2_ab.channel_b.prefetch.sync_every_steps,
         on_lost=tell_of_loss,
     )

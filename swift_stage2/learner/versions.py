@@ -36,8 +36,10 @@ class LearnerVersions:
         self._events = events
         self._agree = agree
         self._is_first = True
+        self._has_warned = False
         self._is_publishing = False
         self._server_waits = True  # those that have answered before the start
+        self._makes_stale = False
         self._closed: tuple[bool, ...] = (False,) * len(parts.base_urls)
         self._due_s: float | None = None  # moment at which the pending version fell due
         self._pending_seconds = 0.0  # of the version that began last
@@ -72,13 +74,6 @@ class LearnerVersions:
         """Whether a version is on its way that no server has proven: it may come at any step."""
         return self.is_publishing and self._b.schedule.begun > self._b.clock.current
 
-    @property
-    def are_staged(self) -> bool:
-        """Whether every server that is asked takes new weights beside the old ones."""
-        b = self._b
-        asked = [url for url, version in zip(b.base_urls, self.asked, strict=True) if version]
-        return all(b.client.stages(url) for url in asked)
-
     def begin_if_due(self, step: int) -> None:
         """Begins a version at the start of ``step`` if one is due and the snapshot is free.
 
@@ -89,7 +84,8 @@ class LearnerVersions:
             WeightSyncError: the learner's weights cannot be exported.
         """
         b = self._b
-        if not b.schedule.is_due(step, any_proven=any(self.asked), server_waits=self._server_waits):
+        facts = {"any_proven": any(self.asked), "server_waits": self._server_waits}
+        if not b.schedule.is_due(step, makes_stale=self._makes_stale, **facts):
             self._due_s = None
             return
         if self._due_s is None:
@@ -101,6 +97,12 @@ class LearnerVersions:
             if b.updates is not None:
                 b.updates.hurry("after other weights were due")
             return
+        if self._makes_stale and not (self._server_waits or b.schedule.is_asked_for) and not self._has_warned:
+            self._has_warned = True
+            self._events.record_warning(
+                f"rollouts take longer than {b.pipeline.pacer.version_window} versions, which wait for them at most "
+                f"{b.schedule.most_steps} steps each: raise version_window or sync_every_steps, or lower max_new_tokens"
+            )
         self._pending_seconds, self._due_s = time.monotonic() - self._due_s, None
         version = b.schedule.begin(step)
         with self._events.activity("syncing"):
@@ -151,6 +153,7 @@ class LearnerVersions:
         self.asked, self._closed = asked, closed
         # Rank 0 may begin a push to who is drained.
         self._is_publishing, self._server_waits = outcome.publishing or bool(drained), outcome.server_waits
+        self._makes_stale = outcome.makes_stale
         if (newest := max(asked, default=0)) > b.clock.current:
             b.clock.advance(newest)
         for url, version, is_closed in zip(b.base_urls, asked, closed, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -36,7 +36,7 @@ from swift_stage2.report.content import (
 )
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.event_log import RankEvents
-from swift_stage2.telemetry.events import Evaluation, Match
+from swift_stage2.telemetry.events import Evaluation, Match, Matched, Trained
 from swift_stage2.telemetry.summary import RunSummary
 
 _MOST_SHOWN = 30
@@ -186,9 +186,34 @@ def quality_section(run: RunData, summary: RunSummary) -> Section:
     parts: list[Part | None] = [
         pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}),
         _evaluations(evaluations, {**names, **own}),
+        _by_length(run.ranks),
     ]
     shown = filled(parts)
     return Section("quality", "Match quality", (Sentence(_AS_TRAINING_DOES), *shown) if shown else ())
+
+
+def _by_length(ranks: Sequence[RankEvents]) -> Table:
+    """Rollouts in quarters by the length of their answers: whether long ones are trained as often as short ones."""
+    matched = [
+        (event.num_rollout_tokens, (number, *key))
+        for number, rank in enumerate(ranks)
+        for event in rank.of(Matched)
+        for key in event.samples
+    ]
+    trained = {
+        (number, *key)
+        for number, rank in enumerate(ranks)
+        for event in rank.of(Trained)
+        for key in event.samples
+    }
+    matched.sort()
+    rows = []
+    for begin, end in pairwise(len(matched) * quarter // 4 for quarter in range(5)):
+        if quarter := matched[begin:end]:
+            num_trained = sum(key in trained for _, key in quarter)
+            lengths = f"{quarter[0][0]} to {quarter[-1][0]}"
+            rows.append((lengths, str(len(quarter)), str(num_trained), f"{num_trained / len(quarter):.0%}"))
+    return Table("Rollouts by length", ("tokens", "matched", "trained", "share"), tuple(rows))
 
 
 def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:

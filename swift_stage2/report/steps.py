@@ -170,7 +170,6 @@ def _numbers(rank: RankAccount) -> dict[str, int]:
         "quarantined": sum(rank.quarantined.values()),
         "unused": sum(rank.unused.values()),
         "in hand": sum(rank.in_hand.values()),
-        "rollouts resumed": rank.num_cut,
         "resumes": rank.num_resumes,
         "void": rank.num_void,
     }

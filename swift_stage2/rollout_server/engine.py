@@ -1,7 +1,7 @@
 """The base of every rollout engine: its thread, its state, its open jobs, and the records that it takes and gives.
 
 An engine owns the model and orders whatever touches it; callers hold futures. A job may be ended by an encoder thread,
-the engine's thread, an abort or the shutdown: the first decides. Nothing here knows HTTP or torch. An
+the engine's thread or the shutdown: the first decides. Nothing here knows HTTP or torch. An
 engine of another kind is one subclass in a file of its own and an entry in ``command_line.ENGINES``.
 """
 
@@ -41,8 +41,6 @@ class GenerationRequest:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     max_new_tokens: int | None = None  # None: as many as the model's length allows
     seed: int | None = None  # None: another one at every call
-    prefix: tuple[int, ...] = ()  # first ids of the answer; in ``max_new_tokens``, not in the completion
-    may_abort: bool = True  # whether an install may end it
     request_id: str | None = None  # its caller's, which the answer names
 
 
@@ -54,8 +52,22 @@ class WeightStamp:
     run_id: str | None = None
 
 
+def weights_of(spans: Sequence[tuple[WeightStamp, int]]) -> dict[str, Any]:
+    """The fields of a ``Completion`` that name its weights: so many tokens of each stamp, in order, the newest last.
+
+    One that began under weights of another run is of none.
+    """
+    (first, _), newest = spans[0], spans[-1][0]
+    versions = tuple((stamp.version, num_tokens) for stamp, num_tokens in spans)
+    return {
+        "weight_version": newest.version,
+        "run_id": newest.run_id if first.run_id == newest.run_id else None,
+        "spans": versions if len(versions) > 1 else (),
+    }
+
+
 class JobAborted(Exception):
-    """A job was aborted while it was encoded; the rest of the work is left undone."""
+    """A job's caller has gone; the rest of the work is left undone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,20 +88,20 @@ class GenerationJob:
         return self.request.sampling
 
     def abort(self) -> None:
-        """Asks for an early end; does nothing once the job has ended."""
+        """Its caller has gone: asks for an early end. Does nothing once the job has ended."""
         self.aborted = True
 
-    def completion(self, stamp: WeightStamp, made: GeneratedRow | None = None) -> Completion:
-        """The answer under the weights that ``stamp`` names; without a row, that of a job that never started."""
+    def completion(self, made: GeneratedRow, spans: Sequence[tuple[WeightStamp, int]]) -> Completion:
+        """The answer; ``spans`` are those of ``weights_of``."""
+        assert self.row is not None
         return Completion(
-            text=made.text if made else "",
-            token_ids=made.token_ids if made else (),
-            finish_reason=made.end.name.lower() if made else "abort",
-            prompt_token_ids=self.row.prompt_token_ids if self.row else (),
-            images_size=self.row.images_size if self.row else (),
-            log_probs=made.log_probs if made else None,
-            weight_version=stamp.version,
-            run_id=stamp.run_id,
+            text=made.text,
+            token_ids=made.token_ids,
+            finish_reason=made.end.name.lower(),
+            prompt_token_ids=self.row.prompt_token_ids,
+            images_size=self.row.images_size,
+            log_probs=made.log_probs,
+            **weights_of(spans),
         )
 
 
@@ -141,7 +153,8 @@ class Engine(ABC):
     """
 
     name: str
-    can_resume = False  # whether ``submit`` goes on behind a request's prefix
+    installs_beside = True
+    """Whether ``install`` may be called while jobs are open; else they have settled, and none comes meanwhile."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -178,13 +191,6 @@ class Engine(ABC):
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationJob]:
         """Begins to answer them. Raises EngineUnavailable unless the engine is ready."""
 
-    def abort(self, *, only_abortable: bool = False) -> int:
-        """Ends all that is open, or what an install may end; completions say ``abort``. Returns how many."""
-        asked = [job for job in tuple(self._open) if job.request.may_abort or not only_abortable]
-        for job in asked:
-            job.abort()
-        return len(asked)
-
     def settle(self, timeout_s: float, given_up: threading.Event) -> int:
         """Waits for the jobs that are open now; how many are left, in time or when their caller has ``given_up``."""
         end = time.monotonic() + timeout_s
@@ -206,17 +212,24 @@ class Engine(ABC):
 
     @abstractmethod
     def install(self, weights: WeightSource, stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
-        """Copies all tensors into the model, in its own dtypes, and empties what was computed with the old ones.
+        """Copies all tensors into the model, in its own dtypes, between two tokens of whatever is open.
 
-        All jobs have settled, none comes meanwhile, and ``sum_arrived`` has been called; later completions carry
-        ``stamp``. Installs are made one after another, also behind one that outlived its time.
+        ``sum_arrived`` has been called. Whatever is sampled later carries ``stamp``, also if the copy fails half way.
+        What was computed of a running answer is kept; no later request reuses it. Installs are made one after another,
+        also behind one that outlived its time.
 
         Raises:
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
         """
 
+    def end_open(self, why: str) -> None:
+        """Fails what is open."""
+        for job in tuple(self._open):
+            self._fail(job, EngineUnavailable(why))
+            job.abort()
+
     def close(self, timeout_s: float) -> None:
-        """Aborts what is open and ends the thread within the time. May be called again.
+        """Fails what is open and ends the thread within the time. May be called again.
 
         A load cannot be interrupted and is not waited for.
         """
@@ -249,31 +262,21 @@ class Engine(ABC):
         self._loaded.set()
 
     def _stop(self, state: EngineState, detail: str) -> None:
-        """``BROKEN`` or ``CLOSED``, and why; ends open jobs. A running job hands over what it has, if it can."""
+        """``BROKEN`` or ``CLOSED``, and why; fails open jobs."""
         if self._state is not EngineState.BROKEN:
             self._state, self._detail = state, detail
         self._refuse_work()
-        for job in tuple(self._open):
-            if state is EngineState.BROKEN or not self._hands_over(job):
-                self._fail(job, EngineUnavailable(f"the engine is {state}: {detail}"))
-            job.abort()
+        self.end_open(f"the engine is {state}: {detail}")
 
     @abstractmethod
     def _refuse_work(self) -> None:
         """Takes nothing more: what is submitted from now on fails."""
-
-    @abstractmethod
-    def _hands_over(self, job: GenerationJob) -> bool:
-        """Whether a job that is aborted now will still be answered."""
 
     def _finish(self, job: GenerationJob, completion: Completion) -> None:
         """Answers the job, unless it has ended."""
         self._open.discard(job)
         with suppress(InvalidStateError):
             job.future.set_result(completion)
-
-    def _finish_unstarted(self, job: GenerationJob) -> None:
-        self._finish(job, job.completion(self.stamp))
 
     def _fail(self, job: GenerationJob, error: Exception) -> None:
         """Fails the job, unless it has ended."""

@@ -35,11 +35,9 @@ from swift_stage2.servers.http_app import (
     run_attended,
 )
 from swift_stage2.servers.infer_wire import (
-    PREFIX,
     REQUEST_ID,
     InferCall,
     SamplingOptions,
-    may_abort,
     output_json,
 )
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
@@ -67,7 +65,7 @@ class RolloutService:
         self.engine = engine
         self.incarnation = uuid.uuid4().hex
         self.slot = WeightSlot(engine, self.incarnation, host=host, weights_root=weights_root)
-        self._limits = replace(limits or RequestLimits(), takes_prefix=engine.can_resume)
+        self._limits = limits or RequestLimits()
         self._arrived: set[asyncio.Future[CheckedCall]] = set()  # being decoded; of the event loop alone
         self._bodies = BodyLimit(self._limits.body_bytes)
         self._control_bodies = BodyLimit(min(self._limits.body_bytes, _CONTROL_BODY_BYTES))
@@ -84,7 +82,7 @@ class RolloutService:
     def end_work(self) -> None:
         """Ends an install and what is being generated, because the server is asked to end."""
         self.slot.close()
-        self.engine.abort()
+        self.engine.end_open("the server is shutting down")
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the engine can answer, and what it does; never waits for it."""
@@ -124,7 +122,6 @@ class RolloutService:
             run_id=stamp.run_id,
             state=self._state(),
             manifest=self.engine.manifest(),
-            resume=self.engine.can_resume,
         ).to_json()
 
     async def _infer(self, request: Request) -> Response:
@@ -239,13 +236,6 @@ def check_call(raw: bytes | bytearray, limits: RequestLimits) -> CheckedCall:
 
 
 def _request(record: Mapping[str, Any], options: SamplingOptions) -> GenerationRequest:
-    prefix = tuple(record.get(PREFIX) or ())
-    if prefix and options.max_tokens is not None and len(prefix) >= options.max_tokens:
-        raise SampleError(
-            f"{PREFIX} must be shorter than max_tokens, which counts them, too",
-            got=f"num_prefix={len(prefix)} max_tokens={options.max_tokens}",
-            remedy="take such an answer as one that was cut, or ask for more",
-        )
     conversation = {key: record[key] for key in _CONVERSATION_KEYS if record.get(key) is not None}
     request_id = record.get(REQUEST_ID)
     return GenerationRequest(
@@ -253,7 +243,5 @@ def _request(record: Mapping[str, Any], options: SamplingOptions) -> GenerationR
         sampling=replace(options, max_tokens=None, seed=None, return_details=None),
         max_new_tokens=options.max_tokens,
         seed=options.seed,
-        prefix=prefix,
-        may_abort=may_abort(record),
         request_id=request_id if isinstance(request_id, str) else None,
     )

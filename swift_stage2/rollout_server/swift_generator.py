@@ -33,7 +33,6 @@ from transformers import (
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import SampleError, UserError
-from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted
 from swift_stage2.servers.image_opening import decode_image
 from swift_stage2.servers.infer_wire import SamplingOptions
@@ -124,13 +123,13 @@ class RowLedger(StoppingCriteria):
         prompt_length: int,
         limits: Sequence[int],
         stop_token_ids: Sequence[int],
-        aborted: Callable[[], Sequence[bool]],
+        between_tokens: Callable[[int], Sequence[bool]],
         device: torch.device,
     ) -> None:
         self._prompt_length = prompt_length
         self._limits = torch.tensor(limits, device=device)
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
-        self._aborted = aborted
+        self._between_tokens = between_tokens
         self._ends = torch.full((len(limits),), RowEnd.RUNNING, device=device)
         self._lengths = torch.zeros(len(limits), dtype=torch.long, device=device)
 
@@ -140,7 +139,7 @@ class RowLedger(StoppingCriteria):
         length = input_ids.shape[1] - self._prompt_length
         running = self._ends == RowEnd.RUNNING
         stopped = torch.isin(input_ids[:, -1], self._stop_token_ids)
-        aborted = torch.tensor(self._aborted(), device=stopped.device)
+        aborted = torch.tensor(self._between_tokens(length), device=stopped.device)
         end = torch.where(aborted, RowEnd.ABORT, RowEnd.RUNNING)
         end = torch.where(self._limits <= length, RowEnd.LENGTH, end)
         end = torch.where(stopped, RowEnd.STOP, end)
@@ -158,26 +157,19 @@ class RowLedger(StoppingCriteria):
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """One conversation as the model reads it, with the most tokens that it may still add.
-
-    ``inputs`` end in ``prefix``; ``prompt_token_ids`` do not.
-    """
+    """One conversation as the model reads it, with the most tokens that it may add."""
 
     inputs: dict[str, Any]
     template_inputs: Any
     prompt_token_ids: tuple[int, ...]
     images_size: tuple[tuple[int, int], ...]
-    prefix: tuple[int, ...]
     limit: int
     seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRow:
-    """The tokens as they were sampled: the stop token is included, as vLLM and so the stock server do.
-
-    ``text`` begins with the prefix's: a character may be spelt by its last id and the first new one.
-    """
+    """The tokens as they were sampled: the stop token is included, as vLLM and so the stock server do."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -203,40 +195,33 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
 
         Raises:
             JobAborted: it was true.
-            SampleError: an image that is none, a prefix that no answer has, or no room for a token.
+            SampleError: an image that is none, or no room for a token.
             Exception: whatever ms-swift's template raises on data it cannot encode.
         """
         conversation = {**request.conversation, "images": decode_images(request, is_aborted, self.template)}
         inputs = self.template.encode(conversation, return_template_inputs=True)
         template_inputs = inputs.pop("template_inputs")
-        prompt, prefix = tuple(inputs["input_ids"]), request.prefix
-        if prefix:
-            inputs = append_prefix(
-                inputs,
-                prefix,
-                num_ids=self.model.get_input_embeddings().num_embeddings,
-                end_ids=self._stop_ids(),
-                media_ids=self.template.placeholder_tokens,
-            )
-        room = (self.max_model_len or len(prompt)) - len(prompt) - len(prefix)
+        prompt = tuple(inputs["input_ids"])
+        room = (self.max_model_len or len(prompt)) - len(prompt)
         if room <= 0:
             raise SampleError(
                 "a prompt must leave room for one token",
-                got=f"prompt_tokens={len(prompt)} prefix_tokens={len(prefix)} max_model_len={self.max_model_len}",
+                got=f"prompt_tokens={len(prompt)} max_model_len={self.max_model_len}",
                 remedy="shorten it or shrink its images",
             )
-        limit = room if request.max_new_tokens is None else min(request.max_new_tokens - len(prefix), room)
+        limit = room if request.max_new_tokens is None else min(request.max_new_tokens, room)
         sizes = tuple(image.size for image in template_inputs.images if isinstance(image, Image.Image))
-        return EncodedRow(inputs, template_inputs, prompt, sizes, prefix, limit, _row_seed(request))
+        return EncodedRow(inputs, template_inputs, prompt, sizes, limit, _row_seed(request))
 
     @torch.inference_mode()
     def generate_rows(
         self,
         rows: Sequence[EncodedRow],
         sampling: SamplingOptions,
-        aborted: Callable[[], Sequence[bool]],
+        between_tokens: Callable[[int], Sequence[bool]],
     ) -> list[GeneratedRow]:
-        """Generates one batch. ``aborted`` is asked after every token."""
+        """Generates one batch. ``between_tokens`` is told after each how many there are; it may change the weights, and
+        says which rows nobody waits for any more."""
         batch = to_device(self.template.data_collator([dict(row.inputs) for row in rows]), self.model.device)
         if self.model_meta.is_multimodal:
             _, batch = self.template.pre_forward_hook(self.model, None, batch)
@@ -247,7 +232,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             prompt_length=num_prompt,
             limits=[row.limit for row in rows],
             stop_token_ids=self._stop_ids(),
-            aborted=aborted,
+            between_tokens=between_tokens,
             device=self.model.device,
         )
         warpers = self._warpers(sampling)
@@ -271,8 +256,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         generated = []
         for i, (row, (length, end)) in enumerate(zip(rows, ledger.ends(), strict=True)):
             tokens = sequences[i][:length]
-            ids = [*row.prefix, *tokens]
-            text = self.template.decode_generate_ids(ids, template_inputs=row.template_inputs)
+            text = self.template.decode_generate_ids(tokens, template_inputs=row.template_inputs)
             drawn = tuple(log_probs[i][:length]) if log_probs else None
             generated.append(GeneratedRow(text, tuple(tokens), end, drawn))
         return generated
@@ -307,10 +291,10 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
 
 
 def _row_seed(request: GenerationRequest) -> int | None:
-    """Mixes the call's seed with the conversation and prefix: one call's rows must not all draw the same numbers."""
+    """Mixes the call's seed with the conversation: one call's rows must not all draw the same numbers."""
     if request.seed is None:
         return None
-    text = json.dumps([request.seed, request.conversation, *request.prefix], sort_keys=True)
+    text = json.dumps([request.seed, request.conversation], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -1,8 +1,8 @@
 """Runs SwiftGenerator as an engine: one thread owns the model, requests of all callers share its batches.
 
 Requests are encoded by a small pool, queue up, and are generated together where their sampling is equal. A
-request that cannot be encoded or generated fails alone. Weights are copied between two batches, on the
-same thread, so that no completion ever mixes two versions.
+request that cannot be encoded or generated fails alone. Weights are copied on the same thread, between two batches or
+between two tokens of one; what was computed of its answers stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swift_stage2.rollout_server.engine import (
     JobAborted,
     WeightStamp,
 )
-from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
+from swift_stage2.servers.batching import BatchQueue
 from swift_stage2.weights.tensors import checksum_tensor, checksums_by_name
 from swift_stage2.wire import TensorSpec
 
@@ -45,7 +45,6 @@ class TransformersRolloutEngine(Engine):
     """An ``Engine`` on Hugging Face's ``generate``. ``load`` builds the generator, on the engine's thread."""
 
     name = "transformers"
-    can_resume = True
     copy = staticmethod(copy_weights)
 
     def __init__(self, load: Callable[[], SwiftGenerator], *, model: str, max_batch_size: int = 64) -> None:
@@ -76,14 +75,6 @@ class TransformersRolloutEngine(Engine):
             except RuntimeError:  # the engine has ended since it was ready
                 self._fail(job, EngineUnavailable("the engine was shut down"))
         return jobs
-
-    def abort(self, *, only_abortable: bool = False) -> int:
-        """As ``Engine.abort``; what waits for a batch is answered at once."""
-        num_asked = super().abort(only_abortable=only_abortable)
-        for job in tuple(self._open):
-            if job.aborted and self._queue.remove(job):
-                self._finish_unstarted(job)
-        return num_asked
 
     def sum_arrived(self, weights: WeightSource) -> None:
         weights.require(checksums_by_name(weights.tensors))
@@ -124,7 +115,7 @@ class TransformersRolloutEngine(Engine):
             return
         if job.aborted:
             self._queue.withdraw()
-            self._finish_unstarted(job)
+            self._fail(job, JobAborted())
             return
         try:
             self._queue.put(job, expected=True)
@@ -141,28 +132,26 @@ class TransformersRolloutEngine(Engine):
         )
         self._become_ready()
         while (work := self._queue.take()) is not None:
-            self._do(work)
-            del work  # else pictures, or a learner's weights, until more work comes
-
-    def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
-        if isinstance(work, ExclusiveTask):
-            work.run()
-            return
-        for job in work:
-            if job.aborted:
-                self._finish_unstarted(job)
-        jobs = [job for job in work if not job.aborted]
-        if jobs:
-            self._run_batch(jobs)
+            for job in work:
+                if job.aborted:
+                    self._fail(job, JobAborted())
+            if jobs := [job for job in work if not job.aborted]:
+                self._run_batch(jobs)
+            del work, jobs  # else pictures until more work comes
 
     def _run_batch(self, jobs: list[GenerationJob]) -> None:
-        stamp = self.stamp
+        stamps = [(self.stamp, 0)]  # each with the number of tokens that were there when it came
+
+        def between_tokens(num_tokens: int) -> list[bool]:
+            self._queue.run_tasks()
+            if self.stamp is not stamps[-1][0]:
+                stamps.append((self.stamp, num_tokens))
+            return [job.aborted for job in jobs]
+
         self._running = tuple(jobs)
         try:
             rows = self.generator.generate_rows(
-                [job.row for job in jobs if job.row is not None],
-                jobs[0].request.sampling,
-                aborted=lambda: [job.aborted for job in jobs],
+                [job.row for job in jobs if job.row is not None], jobs[0].request.sampling, between_tokens
             )
         except torch.AcceleratorError:
             for job in jobs:
@@ -179,15 +168,18 @@ class TransformersRolloutEngine(Engine):
         finally:
             self._running = ()
         for job, row in zip(jobs, rows, strict=True):
-            self._finish(job, job.completion(stamp, row))
+            if job.aborted:
+                self._fail(job, JobAborted())
+            else:
+                self._finish(job, job.completion(row, spans_of(stamps, len(row.token_ids))))
 
     def _copy_weights(
         self, weights: Mapping[str, torch.Tensor], arrived: Mapping[str, str], stamp: WeightStamp
     ) -> InstalledWeights:
         parameters = dict(self.generator.model.named_parameters())
+        self.stamp = stamp
         with torch.no_grad():
             self.copy(parameters, weights)
-        self.stamp = stamp
         resident = checksums_by_name({name: parameters[name] for name in weights})
         for name, tensor in weights.items():
             dtype = parameters[name].dtype
@@ -199,11 +191,13 @@ class TransformersRolloutEngine(Engine):
     def _num_running(self) -> int:
         return len(self._running)
 
-    def _hands_over(self, job: GenerationJob) -> bool:
-        return job in self._running
-
     def _refuse_work(self) -> None:
-        for item in self._queue.close():
-            if isinstance(item, ExclusiveTask):
-                item.future.cancel()
+        self._queue.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
+
+
+def spans_of(stamps: Sequence[tuple[WeightStamp, int]], num_tokens: int) -> list[tuple[WeightStamp, int]]:
+    """Tokens of one row by stamp; those that came when it had ended left out."""
+    begins = [begin for _, begin in stamps if begin < num_tokens or not begin]
+    ends = [*begins[1:], num_tokens]
+    return [(stamp, end - begin) for (stamp, begin), end in zip(stamps, ends, strict=False)]

@@ -1,8 +1,8 @@
 """Runs VllmGenerator as an engine: one thread with an event loop of its own, in front of vLLM's processes.
 
 Every request is a task of that loop and enters vLLM's running batch by itself, whoever asked for it. Weights are
-installed once every request has ended, so that no completion ever mixes two versions; the caches of the old weights
-go with them. When vLLM's processes die, open requests fail and the engine is broken for good.
+installed while vLLM pauses between two tokens, or, by a vLLM that cannot say which tokens are of which weights, once
+every request has ended. When vLLM's processes die, open requests fail and the engine is broken for good.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from swift_stage2.rollout_server.engine import (
     GenerationJob,
     GenerationRequest,
     InstalledWeights,
-    JobAborted,
     WeightStamp,
 )
 from swift_stage2.rollout_server.vllm_weights import Report, combine
@@ -33,7 +32,6 @@ if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's
 
 _MAX_SHOWN = 5
 _POLL_S = 0.02
-_HAND_OVER_S = 1.0
 _SHUTDOWN_TIMEOUT_S = 2.0  # then vLLM kills them
 _DEAD = "vLLM's processes have died; start the server again"
 
@@ -42,7 +40,6 @@ class VllmRolloutEngine(Engine):
     """An ``Engine`` on vLLM. ``build`` makes the generator, on the engine's thread and loop."""
 
     name = "vllm"
-    can_resume = True
 
     def __init__(self, build: Callable[[], VllmGenerator], *, model: str) -> None:
         super().__init__(model)
@@ -83,7 +80,7 @@ class VllmRolloutEngine(Engine):
         path, file = weights.lend()
         self._lent.append(file)
         try:
-            future = asyncio.run_coroutine_threadsafe(self._load_weights(generator, path), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._load_weights(generator, path, stamp), self._loop)
             reports, is_reset = future.result(timeout_s)
         except InstallFailed:
             raise
@@ -102,7 +99,6 @@ class VllmRolloutEngine(Engine):
                 f"{', '.join(left_out[:_MAX_SHOWN])}",
                 torn=True,
             )
-        self.stamp = stamp
         return InstalledWeights(tuple(sums.resident), sums.arrived, sums.resident)
 
     # --- engine thread --------------------------------------------------------------------------
@@ -118,16 +114,13 @@ class VllmRolloutEngine(Engine):
         self._generator = generator = self._build()
         try:
             self._manifest = generator.manifest()
+            self.installs_beside = generator.keeps_requests
             self._become_ready()
-            left_s = _HAND_OVER_S  # in which what was aborted at the close hands over what it has
-            while not generator.is_dead and (
-                self._state is EngineState.READY or (self._tasks and left_s > 0)
-            ):
+            while not generator.is_dead and self._state is EngineState.READY:
                 for job, name in list(self._held.items()):
                     if job.aborted:  # again and again: vLLM forgets an abort of what it does not hold yet
                         await generator.abort(name)
                 await asyncio.sleep(_POLL_S)
-                left_s -= _POLL_S if self._state is not EngineState.READY else 0.0
             if generator.is_dead:
                 self._stop(EngineState.BROKEN, _DEAD)
         finally:
@@ -151,10 +144,7 @@ class VllmRolloutEngine(Engine):
         name = self._held[job] = uuid.uuid4().hex
         try:
             assert self._generator is not None  # a request was taken
-            answer = self._generator.answer(job.request, name, self.stamp, lambda: job.aborted)
-            self._finish(job, await answer)
-        except JobAborted:
-            self._finish_unstarted(job)
+            self._finish(job, await self._generator.answer(job.request, name, lambda: job.aborted))
         except EngineDeadError:
             self._fail(job, EngineUnavailable(_DEAD))
         except asyncio.CancelledError:
@@ -165,16 +155,25 @@ class VllmRolloutEngine(Engine):
         finally:
             del self._held[job]
 
-    async def _load_weights(self, generator: VllmGenerator, path: str) -> tuple[Sequence[Report], bool]:
+    async def _load_weights(
+        self, generator: VllmGenerator, path: str, stamp: WeightStamp
+    ) -> tuple[Sequence[Report], bool]:
         """The workers' reports, and whether what was computed with the old weights is gone."""
-        refusals = await generator.load_weights(path)
-        self._close_lent()  # workers do one thing after another: earlier loads are over
-        if refused := [each for each in refusals if each]:
-            raise InstallFailed(
-                f"vLLM's workers must read the weights, got in {len(refused)} of {len(refusals)}: {refused[0]}",
-                torn=len(refused) < len(refusals),
-            )
-        return await generator.held_weights(), await generator.reset_caches()
+        async with generator.paused():
+            refusals = [""]
+            try:
+                refusals = await generator.load_weights(path)
+            finally:
+                if not all(refusals):  # else no worker has read anything
+                    self.stamp = stamp
+                    await generator.name_weights(stamp)
+            self._close_lent()  # workers do one thing after another: earlier loads are over
+            if refused := [each for each in refusals if each]:
+                raise InstallFailed(
+                    f"vLLM's workers must read the weights, got in {len(refused)} of {len(refusals)}: {refused[0]}",
+                    torn=len(refused) < len(refusals),
+                )
+            return await generator.held_weights(), await generator.reset_caches()
 
     def _close_lent(self) -> None:
         lent, self._lent = self._lent, []
@@ -192,6 +191,3 @@ class VllmRolloutEngine(Engine):
 
     def _refuse_work(self) -> None:
         """Nothing to close: ``submit`` looks at the state again."""
-
-    def _hands_over(self, job: GenerationJob) -> bool:
-        return True

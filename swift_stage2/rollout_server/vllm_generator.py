@@ -7,7 +7,8 @@ here what it means to the stock server. Lives on the engine thread's event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,9 @@ import torch
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
-from swift_stage2.rollout_server.answer_prefix import append_prefix
-from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp, weights_of
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
-from swift_stage2.rollout_server.vllm_weights import WORKER_EXTENSION, Report
+from swift_stage2.rollout_server.vllm_weights import WORKER_EXTENSION, Report, in_place_of
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import TensorSpec
 
@@ -93,10 +93,19 @@ def _refuse_unserved(arguments: Any) -> None:
 
 
 class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
-    """One model in vLLM's own processes. Its coroutines run on the loop on which it was built."""
+    """One model in vLLM's own processes. Its coroutines run on the loop on which it was built.
+
+    vLLM changes weights under running requests, and says which tokens are of which, from version 0.32 on. What was
+    computed for a running answer is kept.
+    """
 
     trusts_code = False
     """True if server and workers may run the checkpoint's own Python code."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._label = "default"  # of the weights that the model holds, as vLLM calls the checkpoint's
+        self._stamps = {self._label: WeightStamp()}
 
     def _prepare_engine_kwargs(self, *arguments: Any, **options: Any) -> None:
         """ms-swift tells vLLM to run it, and has no argument for that."""
@@ -119,66 +128,60 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         return checkpoint_manifest(info.model_dir, info.model_type, self.engine.model_config.dtype)
 
     async def answer(
-        self, request: GenerationRequest, request_id: str, stamp: WeightStamp, is_aborted: Callable[[], bool]
+        self, request: GenerationRequest, request_id: str, is_aborted: Callable[[], bool]
     ) -> Completion:
         """Generates one completion.
 
         Raises:
             JobAborted: ``is_aborted`` was true when the request had been encoded.
-            SampleError: an image that is none, or a prefix that no answer has.
+            SampleError: an image that is none.
             EngineDeadError: vLLM's processes have died.
             Exception: whatever ms-swift's template or vLLM raises on a request it cannot take.
         """
 
-        template_inputs = None
-
         def before_start(arguments: dict[str, Any]) -> dict[str, Any]:
-            nonlocal template_inputs
             if is_aborted():
                 raise JobAborted
-            sampling, template_inputs = arguments["generation_config"], arguments["inputs"]["template_inputs"]
-            sampling.output_kind = RequestOutputKind.FINAL_ONLY
-            if request.prefix:
-                arguments["inputs"] = self._with_prefix(arguments["inputs"], request.prefix, sampling)
-                # Where nothing is left, vLLM refuses the prompt as too long.
-                sampling.max_tokens = max(1, sampling.max_tokens - len(request.prefix))
+            arguments["generation_config"].output_kind = RequestOutputKind.FINAL_ONLY
             return arguments
 
         images = await asyncio.to_thread(decode_images, request, is_aborted, self.template)
         wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
         response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
         choice = response.choices[0]
-        text = choice.message.content
-        if request.prefix:  # a character may be spelt by its last id and the first new one
-            text = self.template.decode_generate_ids(
-                [*request.prefix, *choice.token_ids], template_inputs=template_inputs
-            )
-        num_prompt = len(response.prompt_token_ids) - len(request.prefix)
         return Completion(
-            text=text,
+            text=choice.message.content,
             token_ids=tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
-            prompt_token_ids=tuple(response.prompt_token_ids[:num_prompt]),
+            prompt_token_ids=tuple(response.prompt_token_ids),
             images_size=tuple((width, height) for width, height in response.images_size or ()),
             log_probs=_log_probs(choice.logprobs) if request.sampling.logprobs else None,
-            weight_version=stamp.version,
-            run_id=stamp.run_id,
+            **weights_of(response.stage2_spans),
         )
 
-    def _with_prefix(self, inputs: dict[str, Any], prefix: tuple[int, ...], sampling: Any) -> dict[str, Any]:
-        """vLLM itself puts as many ids as an image needs in the place of the one that the prompt has for it."""
-        configured = self.engine.input_processor.generation_config_fields.get("eos_token_id")
-        ends = configured if isinstance(configured, list) else [configured]
-        return append_prefix(
-            inputs,
-            prefix,
-            num_ids=self.engine.model_config.get_vocab_size(),
-            end_ids={self.tokenizer.eos_token_id, *sampling.stop_token_ids, *ends},
-            media_ids=self.template.placeholder_tokens,
-        )
+    def _create_chat_completion_response(self, result: Any, *arguments: Any, **options: Any) -> Any:
+        """ms-swift's, with what vLLM says of the weights that sampled its tokens."""
+        response = super()._create_chat_completion_response(result, *arguments, **options)
+        output = result.outputs[0]
+        spans = [
+            (self._stamps[span.version], span.end - span.start)
+            for span in getattr(output, "weight_versions", None) or ()
+        ]
+        response.stage2_spans = spans or [(self._stamps[self._label], len(output.token_ids))]
+        return response
+
+    def _add_request(self, *arguments: Any, **options: Any) -> Any:
+        """ms-swift's, whose prompt finds no prefix that other weights have computed."""
+        generate = self.engine.generate
+
+        def salted(prompt: dict[str, Any], *rest: Any, **more: Any) -> Any:
+            return generate({**prompt, "cache_salt": self._label}, *rest, **more)
+
+        with in_place_of(self.engine, "generate", salted):
+            return super()._add_request(*arguments, **options)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its completion says ``abort``. Does nothing to one that vLLM does not hold."""
+        """Ends a request. Does nothing to one that vLLM does not hold."""
         await self.engine.abort(request_id)
 
     async def load_weights(self, path: str) -> list[str]:
@@ -191,11 +194,33 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         reports: list[Report] = await self.engine.collective_rpc("stage2_weight_sums", args=("",))
         return reports
 
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether requests may run while weights change."""
+        return hasattr(self.engine, "update_weight_version")
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Between two tokens: nothing is computed inside, and what was being answered goes on afterwards."""
+        try:
+            if self.keeps_requests:
+                await self.engine.pause_generation(mode="keep", clear_cache=False)
+            yield
+        finally:
+            if self.keeps_requests:
+                await self.engine.resume_generation()
+
+    async def name_weights(self, stamp: WeightStamp) -> None:
+        """Whatever is sampled from now on is of these weights."""
+        self._label = str(len(self._stamps))
+        self._stamps[self._label] = stamp
+        if self.keeps_requests:
+            await self.engine.update_weight_version(self._label)
+
     async def reset_caches(self) -> bool:
-        """Empties all that was computed with the weights; False when vLLM could not, as a request still uses it."""
+        """Empties what was computed with other weights and would be used again; False when vLLM could not."""
         await self.engine.reset_encoder_cache()
-        await self.engine.reset_mm_cache()
-        return bool(await self.engine.reset_prefix_cache())
+        return self.keeps_requests or bool(await self.engine.reset_prefix_cache())
 
     def shut_down(self, timeout_s: float) -> None:
         self.engine.shutdown(timeout=timeout_s)

@@ -272,3 +272,17 @@ def _resident(shape: Sequence[int], given: str, pieces: Sequence[TensorPiece]) -
     for piece in pieces:
         covered.as_strided(list(piece.shape), list(piece.stride), piece.offset).fill_(True)
     return given if bool(covered.all()) else None
+
+
+@contextmanager
+def in_place_of(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside; afterwards what it was, the class's own included."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -6,15 +6,14 @@ one it takes what ms-swift's extension takes, in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
 
-from swift_stage2.rollout_server.vllm_weights import LoadRecord, Report
+from swift_stage2.rollout_server.vllm_weights import LoadRecord, Report, in_place_of
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.tensors import checksums_by_name
 
@@ -90,17 +89,3 @@ class WeightSumsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
     def _stage2_record(self) -> LoadRecord:
         record: LoadRecord = self.__dict__.setdefault("_stage2_load_record", LoadRecord())
         return record
-
-
-@contextmanager
-def in_place_of(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside; afterwards what it was, the class's own included."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -160,8 +160,8 @@ class WeightSlot:
     def install(self, wanted: InstallRequest, given_up: threading.Event) -> WeightProof:
         """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
 
-        With the gate shut, requests that may and shall be ended are, and all are waited for. Once ``given_up`` is set,
-        its caller has gone: nothing is waited for any more, and no copy begins.
+        What is being answered goes on behind it, on engines that can. Once ``given_up`` is set, its caller has gone:
+        nothing is waited for any more, and no copy begins.
 
         Raises:
             WeightsRefused: these weights were not offered, or others since.
@@ -270,14 +270,13 @@ class WeightSlot:
         offered.collect(end - time.monotonic(), given_up)
         self._engine.sum_arrived(offered)
         with self._shut_gate():
-            if wanted.aborts:
-                self._engine.abort(only_abortable=True)
-            num_left = self._engine.settle(end - time.monotonic(), given_up)
+            waits = not self._engine.installs_beside
+            num_left = self._engine.settle(end - time.monotonic(), given_up) if waits else 0
             self._require_wanted(given_up)
             if num_left:
                 raise InstallFailed(
                     f"completions in the making must end within the install's time, got num_running={num_left}; write "
-                    "rollout.sync.on_pending: abort, or a longer rollout.sync.timeout_s"
+                    "a longer rollout.sync.timeout_s, or serve with vLLM 0.32 or newer"
                 )
             stamp, left_s = WeightStamp(wanted.version, wanted.run_id), end - time.monotonic()
             try:

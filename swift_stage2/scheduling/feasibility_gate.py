@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from swift_stage2.scheduling.horizon import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 _FLAGS = (
     "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "update_news",
-    "publishing", "server_waits", "log_failed",
+    "publishing", "server_waits", "makes_stale", "log_failed",
 )  # fmt: skip
 _PER_SERVER = ("servers_proven", "servers_suspect", "servers_closed", "servers_busy")
-_MILLI = 1000  # durations travel as whole thousandths of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +38,10 @@ class RankFacts:
     """Rank 0's: the copy of the weights is being made or pushed, and must not be changed."""
     server_waits: bool = False
     """Rank 0's: a server could take weights, and no version that is kept would do."""
+    makes_stale: bool = False
+    """This rank has rollouts at hand that the next version makes too old for training."""
     log_failed: bool = False
     """This rank's event log cannot be written any more."""
-    pace: ProductionPace = INSTANT
-    """Of this rank's productions; in the outcome the slowest rank's, which paces all."""
     servers_proven: tuple[int, ...] = ()
     """Rank 0's, per server in the order of the configuration: the version that it has proven and is asked under; 0 if
     nobody may ask it."""
@@ -58,8 +56,6 @@ class RankFacts:
         """Return the vector: integers >= 0, as many for as many servers, ready for an element-wise MAX."""
         return (
             *(int(getattr(self, flag)) for flag in _FLAGS),
-            round(self.pace.typical_steps * _MILLI),
-            round(self.pace.quick_steps * _MILLI),
             *(int(each) for name in _PER_SERVER for each in getattr(self, name)),
         )
 
@@ -101,12 +97,10 @@ def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
     """Read the element-wise MAX of all ranks' vectors, which were encoded for ``num_servers`` servers."""
     entries = iter(vector)
     flags: dict[str, Any] = {flag: next(entries) > 0 for flag in _FLAGS}
-    pace = ProductionPace(next(entries) / _MILLI, next(entries) / _MILLI)
     proven, *others = (tuple(islice(entries, num_servers)) for _ in _PER_SERVER)
     suspect, closed, busy = (tuple(entry > 0 for entry in each) for each in others)
     return GateOutcome(
         **flags,
-        pace=pace,
         servers_proven=proven,
         servers_suspect=suspect,
         servers_closed=closed,

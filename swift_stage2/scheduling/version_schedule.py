@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_CADENCES = 16
+
 
 @dataclass(slots=True)
 class VersionSchedule:
-    """A version every ``sync_every_steps`` steps, as long as a server can take it; sooner for one that waits."""
+    """A version every ``sync_every_steps`` steps, as long as a server can take it; sooner for one that waits, later
+    where it would make stale what is at hand."""
 
     sync_every_steps: int
     begun: int = 0
@@ -27,12 +30,19 @@ class VersionSchedule:
     def next_version(self) -> int:
         return self.begun + 1
 
-    def is_due(self, step: int, *, any_proven: bool, server_waits: bool) -> bool:
+    @property
+    def most_steps(self) -> int:
+        """From one version to the next, as far as what is at hand decides: 16 times ``sync_every_steps``."""
+        return MOST_CADENCES * self.sync_every_steps
+
+    def is_due(self, step: int, *, any_proven: bool, server_waits: bool, makes_stale: bool = False) -> bool:
         """Whether a version should begin at the start of ``step``; it stays pending until it begins.
 
-        ``server_waits``: a server could take weights and no version that is kept would do.
+        ``server_waits``: a server could take weights and no version that is kept would do. ``makes_stale``: a rank has
+        rollouts in flight, or waits with some for a B step, that would be too old for training then.
         """
-        is_time = self.begun_step is None or step - self.begun_step >= self.sync_every_steps
+        least = self.most_steps if makes_stale else self.sync_every_steps
+        is_time = self.begun_step is None or step - self.begun_step >= least
         is_due = server_waits or (any_proven and (is_time or self.is_asked_for))
         if not is_due:
             self.pending_step = None

@@ -1,17 +1,18 @@
 """Turns requests that arrive one by one, from many callers, into batches for one engine thread.
 
-Jobs with equal keys leave together, oldest first; a task (anything that needs the engine to itself) leaves alone, in
-its turn: no job overtakes it. The only wait is ``take``'s, and it ends when the queue is closed.
+Jobs with equal keys leave together, oldest first. A task, which is anything that needs the engine to itself, runs on
+the engine's thread before the next batch, or when it asks. The only wait is ``take``'s, and it ends when the queue is
+closed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
 
 from swift_stage2.errors import EngineUnavailable
@@ -53,7 +54,8 @@ class BatchQueue(Generic[JobT]):
     def __init__(self, *, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
         self._changed = threading.Condition()
-        self._waiting: list[JobT | ExclusiveTask] = []
+        self._waiting: list[JobT] = []
+        self._tasks: deque[ExclusiveTask] = deque()
         self._num_expected = 0
         self._closed = False
 
@@ -73,8 +75,8 @@ class BatchQueue(Generic[JobT]):
             self._num_expected -= 1
             self._changed.notify_all()
 
-    def put(self, job: JobT | ExclusiveTask, *, expected: bool = False) -> None:
-        """Appends a job or a task. Raises EngineUnavailable once the queue is closed."""
+    def put(self, job: JobT, *, expected: bool = False) -> None:
+        """Appends a job. Raises EngineUnavailable once the queue is closed."""
         with self._changed:
             self._num_expected -= expected
             self._refuse_if_closed()
@@ -82,58 +84,56 @@ class BatchQueue(Generic[JobT]):
             self._changed.notify_all()
 
     def put_task(self, call: Callable[[], Any]) -> ExclusiveTask:
-        """Appends a task. Raises EngineUnavailable once the queue is closed."""
+        """Has the engine's thread make a call. Raises EngineUnavailable once the queue is closed."""
         task = ExclusiveTask(call)
-        self.put(task)
+        with self._changed:
+            self._refuse_if_closed()
+            self._tasks.append(task)
+            self._changed.notify_all()
         return task
 
-    def remove(self, job: JobT) -> bool:
-        """Takes a waiting job out; False when it is not waiting any more."""
-        with self._changed:
-            if job not in self._waiting:
-                return False
-            self._waiting.remove(job)
-            return True
+    def run_tasks(self) -> None:
+        """Makes all calls that wait. On the engine's thread."""
+        while True:
+            with self._changed:
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            task.run()
+            del task  # else a learner's weights until another one comes
 
-    def take(self) -> list[JobT] | ExclusiveTask | None:
-        """The next batch or task; None once the queue is closed."""
+    def take(self) -> list[JobT] | None:
+        """Runs the tasks that wait, and returns the next batch, which may be empty; None once the queue is closed."""
         with self._changed:
-            while not self._waiting and not self._closed:
+            while not (self._waiting or self._tasks or self._closed):
                 self._changed.wait(_IDLE_WAIT_S)
             self._gather()
             if self._closed:
                 return None
-            if self._waiting and isinstance(self._waiting[0], ExclusiveTask):
-                return self._waiting.pop(0)  # type: ignore[return-value]
-            jobs = self._jobs_in_front()
-            batch = [job for job in jobs if job.key == jobs[0].key][: self._max_batch_size]
-            self._waiting = [item for item in self._waiting if item not in batch]
-            return batch  # empty if all that was gathered has been removed again
+            batch = [job for job in self._waiting if job.key == self._waiting[0].key][: self._max_batch_size]
+            self._waiting = [job for job in self._waiting if job not in batch]
+        self.run_tasks()
+        return batch
 
-    def close(self) -> list[JobT | ExclusiveTask]:
-        """Ends ``take`` and returns what nobody will run. Later puts raise."""
+    def close(self) -> None:
+        """Ends ``take``, drops the jobs that wait and cancels the tasks. Later puts raise."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            left, self._waiting = self._waiting, []
-            return left
+            self._waiting.clear()
+            while self._tasks:
+                self._tasks.popleft().future.cancel()
 
     def _gather(self) -> None:
-        """Waits for jobs that could join those that wait: not behind a task, nor beyond the limit."""
+        """Waits for jobs that could join those that wait: not while a task does, nor beyond the limit."""
         end = time.monotonic() + _MOST_GATHER_S
-        while (
-            not self._closed and 0 < len(self._waiting) == len(self._jobs_in_front()) < self._max_batch_size
-        ):
+        while not (self._closed or self._tasks) and 0 < len(self._waiting) < self._max_batch_size:
             remaining_s, num_before = end - time.monotonic(), len(self._waiting)
             if remaining_s <= 0:
                 return
             self._changed.wait(remaining_s if self._num_expected else min(_GATHER_S, remaining_s))
             if len(self._waiting) == num_before and not self._num_expected:
                 return
-
-    def _jobs_in_front(self) -> list[JobT]:
-        """Those that no task is before."""
-        return list(takewhile(lambda item: not isinstance(item, ExclusiveTask), self._waiting))  # type: ignore[arg-type]
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

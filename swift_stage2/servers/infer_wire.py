@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AliasPath, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, AliasPath, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from swift_stage2.columns import LOG_PROBS, Column, request_options
@@ -26,7 +26,6 @@ from swift_stage2.wire import (
     Message,
     Number,
     Text,
-    TokenId,
     read,
 )
 
@@ -42,8 +41,6 @@ _BYTES_OF_A_PROMPT = 512 << 10
 _BYTES_OF_A_TOKEN = 512
 
 REQUEST_ID = "uuid"  # of an infer request, as ms-swift calls it: our server stamps its answer with it
-PREFIX = "prefix_token_ids"  # of an infer request: the first ids of its answer, where ``ServerInfo.resume``
-_MAY_ABORT = "may_abort"
 
 
 def most_infer_bytes(num_requests: int, max_new_tokens: int) -> int:
@@ -82,7 +79,6 @@ class Conversation(ClosedMessage):
     tools: Any = None
     objects: Any = None
     chat_template_kwargs: TemplateArguments | None = None
-    prefix_token_ids: Many[TokenId] | None = None
     uuid: Any = None
     data_dict: Any = None
     add_eos: Any = None  # does not change what is generated
@@ -143,18 +139,6 @@ def greedy_config(max_new_tokens: int) -> dict[str, Any]:
     )
 
 
-def protect_from_abort(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The same infer request, which an install waits for and never ends. Stock servers take the field and ignore it."""
-    return {**request, "data_dict": {**request.get("data_dict", {}), "stage2": {_MAY_ABORT: False}}}
-
-
-def may_abort(request: Mapping[str, Any]) -> bool:
-    """Whether an infer request may be ended by ``/stage2/abort/``: yes unless it is protected."""
-    extra = request.get("data_dict")
-    ours = extra.get("stage2") if isinstance(extra, Mapping) else None
-    return not (isinstance(ours, Mapping) and ours.get(_MAY_ABORT) is False)
-
-
 # --- /infer/, answered --------------------------------------------------------------------------
 _RESPONSE, _CHOICE, _STAMP = ("response",), ("response", "choices", 0), ("rollout_infos", "stage2")
 
@@ -169,6 +153,12 @@ def _log_probs(said: Any) -> Any:
     return tuple(token.get("logprob") for token in tokens)
 
 
+def _of_whole(reason: str | None) -> str | None:
+    if reason not in (None, "stop", "length"):
+        raise ValueError("must be of a whole answer")
+    return reason
+
+
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", populate_by_name=True))
 class Completion(Message):
     """One answer of ``/infer/``: what the model sampled, verbatim, and what the server adds to it.
@@ -179,8 +169,10 @@ class Completion(Message):
     text: Text = Field(validation_alias=AliasPath(*_CHOICE, "message", "content"))
     token_ids: Many[Int] = Field(validation_alias=AliasPath(*_CHOICE, "token_ids"))
     prompt_token_ids: Many[Int] = Field(validation_alias=AliasPath(*_RESPONSE, "prompt_token_ids"))
-    finish_reason: Text | None = Field(default=None, validation_alias=AliasPath(*_CHOICE, "finish_reason"))
-    """``stop``, ``length`` or ``abort``."""
+    finish_reason: Annotated[Text | None, AfterValidator(_of_whole)] = Field(
+        default=None, validation_alias=AliasPath(*_CHOICE, "finish_reason")
+    )
+    """``stop`` or ``length``."""
     images_size: Annotated[
         Many[tuple[Int, Int]], BeforeValidator(lambda sizes: () if sizes is None else sizes)
     ] = Field(default=(), validation_alias=AliasPath(*_RESPONSE, "images_size"))
@@ -189,7 +181,9 @@ class Completion(Message):
         default=None, validation_alias=AliasPath(*_CHOICE, "logprobs")
     )
     weight_version: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "weight_version"))
-    """Stamped by our server, as is the rest; ``seed`` by a merger that shared a POST among callers."""
+    """The newest. Stamped by our server, as is the rest; ``seed`` by a merger that shared a POST among callers."""
+    spans: Many[tuple[Int | None, Int]] = Field(default=(), validation_alias=AliasPath(*_STAMP, "spans"))
+    """(version, tokens) in order, where new weights came while it was made; empty of an answer of one version."""
     run_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "run_id"))
     seed: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "seed"))
     request_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "request_id"))
@@ -259,6 +253,7 @@ def output_json(
     }
     stamp = {
         "weight_version": completion.weight_version,
+        "spans": completion.spans,
         "run_id": completion.run_id,
         "request_id": request_id,
     }

@@ -34,7 +34,6 @@ class RequestLimits:
     max_megapixels: float = 50
     """Of all images of one conversation, as their headers say, before any resizing; of a call ten times as many."""
     checks_images: bool = True  # off for a server that knows its requests and opens none of their images
-    takes_prefix: bool = False  # whether the server goes on behind the first ids of an answer
 
     @property
     def body_bytes(self) -> int:
@@ -94,8 +93,6 @@ def _check(record: Any, limits: RequestLimits) -> int:
         asked = Conversation.from_json(record)
     except ProtocolError as error:
         raise SampleError(str(error)) from None
-    if asked.prefix_token_ids and not limits.takes_prefix:
-        raise SampleError("this server begins every answer itself", remedy="leave prefix_token_ids out")
     _at_most(len(asked.messages), _MOST_MESSAGES, "messages")
     num_chars = 0
     for text in _texts({key: value for key, value in record.items() if key != "images"}):

@@ -16,7 +16,6 @@ from swift_stage2.telemetry.event_log import RankEvents, ranks_of, run_of
 from swift_stage2.telemetry.events import (
     AnyEvent,
     Checkpoint,
-    Cut,
     Damaged,
     Drawn,
     Event,
@@ -97,7 +96,6 @@ class SampleStage(StrEnum):
     DRAWN = "drawn"
     SENT = "sent"
     FINISHED = "finished"
-    PARTIAL = "partial"
     MATCHED = "matched"
     PACKED = "packed"
 
@@ -129,8 +127,6 @@ class RankAccount:
     """By stage."""
     returned: Counter[str] = field(default_factory=Counter)
     """Returns by reason; a sample may return several times."""
-    num_cut: int = 0
-    """How often a rollout was aborted, to be resumed."""
     num_resumes: int = 0
     num_void: int = 0
     """Samples that were trained in steps which did not survive; each counts again where it ended then."""
@@ -159,11 +155,11 @@ class _Move(NamedTuple):
 
 
 _IN_WORK = tuple(stage for stage in SampleStage if stage is not SampleStage.TO_BE_REDRAWN)
-_TO_SENT = (SampleStage.DRAWN, SampleStage.SENT, SampleStage.PARTIAL)
 _MOVES: dict[type[Event], _Move] = {
-    Sent: _Move(_TO_SENT, SampleStage.SENT, "a sample is sent once it was drawn"),
+    Sent: _Move(
+        (SampleStage.DRAWN, SampleStage.SENT), SampleStage.SENT, "a sample is sent once it was drawn"
+    ),
     Finished: _Move((SampleStage.SENT,), SampleStage.FINISHED, "a sample is finished once it was sent"),
-    Cut: _Move((SampleStage.FINISHED,), SampleStage.PARTIAL, "a sample is cut once it was answered"),
     Matched: _Move((SampleStage.FINISHED,), SampleStage.MATCHED, "a sample is matched once it was answered"),
     Packed: _Move((SampleStage.MATCHED,), SampleStage.PACKED, "a sample is packed once it was matched"),
     Returned: _Move(_IN_WORK, SampleStage.TO_BE_REDRAWN, "a sample returns once it was drawn"),
@@ -280,8 +276,6 @@ class Replay:
                 self.account.unused[event.reason] += 1
             case Returned():
                 self.account.returned[event.reason] += 1
-            case Cut():
-                self.account.num_cut += 1
 
     def _move(self, event: SampleEvent, key: Key, life: _Life) -> None:
         before, after, rule = _MOVES[type(event)]

@@ -229,15 +229,6 @@ class Finished(Event):
     seconds: float
 
 
-class Cut(Event):
-    """Its answer had been aborted and is going to be resumed: ``spans`` are those of all ``num_tokens`` so far."""
-
-    kind: Literal["cut"] = "cut"
-    samples: Keys
-    num_tokens: int
-    spans: Spans
-
-
 class RecordedCompletion(Event):
     """With ``telemetry.record``: a server's answer, told before it becomes a segment; what came beside its tokens."""
 
@@ -339,7 +330,7 @@ class Unused(Event):
     reason: UnusedReason
 
 
-SampleEvent = Drawn | Sent | Finished | Cut | Matched | Packed | Returned | Trained | Quarantined | Unused
+SampleEvent = Drawn | Sent | Finished | Matched | Packed | Returned | Trained | Quarantined | Unused
 AnyEvent = (
     Start | Step | Losses | Round | FailedPosts | Metrics | Evaluation
     | Warned | RecordedCompletion | Advantages | Match | Checkpoint | End | Damaged | SampleEvent

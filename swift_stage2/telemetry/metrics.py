@@ -92,15 +92,8 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_prepared", "rollouts that were matched to their ground truth"),
     _counter("rollouts_truncated", "those of them that were cut off at max_new_tokens"),
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
-    _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
-    _counter("tokens_aborted", "tokens of aborted rollouts that begin anew", "async/tokens_aborted_total"),
-    _counter("rollouts_resumed", "aborts after which the rest is asked for", "async/rollout_resumed_total"),
-    _counter("tokens_kept", "tokens that finished rollouts kept over aborts", "async/tokens_kept_total"),
-    _counter(
-        "tokens_partial_dropped",
-        "tokens of aborted rollouts that were not resumed after all",
-        "async/tokens_partial_dropped_total",
-    ),
+    _counter("rollouts_kept", "rollouts that new weights came under", "async/rollout_kept_total"),
+    _counter("tokens_kept", "tokens that these had by then", "async/tokens_kept_total"),
     _counter(
         "rollouts_unconfirmed",
         "rollouts of weights that no round proved in the end; their samples are asked again",

@@ -26,7 +26,6 @@ from swift_stage2.records import (
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import (
     Advantages,
-    Cut,
     FailedPosts,
     Match,
     Matched,
@@ -84,15 +83,10 @@ class PipelineRecorder:
         self.counters.add("rollouts_received", len(outcome.rollouts))
         failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
         self.counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
-        self.counters.add("rollouts_aborted", len(outcome.aborted))
-        self.counters.add("tokens_aborted", sum(len(rollout.token_ids) for rollout in outcome.aborted))
-        self.counters.add("rollouts_resumed", len(outcome.partial))
-        # Of a whole one, all before its last part: an abort that keeps nothing would have lost them.
+        self.counters.add("rollouts_kept", sum(len(rollout.spans) > 1 for rollout in outcome.rollouts))
         self.counters.add("tokens_kept", sum(rollout.spans[-1].start for rollout in outcome.rollouts))
         if outcome.failures:
             self.log.write(FailedPosts(failures=outcome.failures))
-        for rollout in outcome.partial:
-            self.log.write(Cut.of(rollout, samples=(rollout.sample.key,), num_tokens=len(rollout.token_ids)))
         for rollout in outcome.rollouts if self.records else ():
             self.log.write(
                 RecordedCompletion.of(rollout, sample=rollout.sample.key, columns=given_by(rollout))

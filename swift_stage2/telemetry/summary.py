@@ -24,7 +24,6 @@ _DROPS = (
     "segments_dropped_stale",
     "rollouts_dropped_stale",
     "rollouts_failed",
-    "rollouts_aborted",
     "rollouts_unconfirmed",
 )
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from swift_stage2 import wire as protocol
-from swift_stage2.config import OnPending, Proof
+from swift_stage2.config import Proof
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import infer_wire, vllm_serve
@@ -136,7 +136,6 @@ class UpdateSpec:
     canary: CanaryAnswer | None  # None: none is due, checksums must prove
     proof: Proof
     deadline: Deadline  # of every call
-    on_pending: OnPending = OnPending.WAIT  # when a server of ours installs
     turn_s: float = 0.0  # how long a server waits until those before it have installed
 
 

@@ -134,7 +134,6 @@ class OurTransport(WeightTransport):
             run_id=push.spec.identity.run_id,
             version=push.spec.identity.version,
             checksums=sent,
-            on_pending=push.spec.on_pending,
             timeout_s=push.deadline.remaining_s(),
         )
         body = push.session.post(protocol.INSTALL, request.to_json(), push.deadline)

@@ -270,7 +270,6 @@ class Updates:
             canary=newest.taken.canary,
             proof=sync.proof,
             deadline=Deadline(sync.timeout_s * _SHARE_FOR_CALLS),
-            on_pending=sync.on_pending,
             turn_s=least_s * _SHARE_FOR_TURN if sync.rolling and life.state is LifeState.UPDATING else 0.0,
         )
         self._ends[server] = time.monotonic() + sync.timeout_s, f"{sync.timeout_s:g} s"

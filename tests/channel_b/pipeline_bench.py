@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cut_of, matched_of
+from builders import matched_of
 from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
@@ -38,7 +38,6 @@ from swift_stage2.records import (
 from swift_stage2.scheduling.horizon import Pacer, PacerInputs, StepView
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.infer_wire import PREFIX, may_abort
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import Packed, Start, StreamState
 from swift_stage2.telemetry.timing import PipelineActivity
@@ -82,8 +81,6 @@ class Recorder:
 
     def batch(self, outcome: BatchOutcome) -> None:
         self.num_batches += 1
-        for rollout in outcome.partial:
-            self.log.write(cut_of(rollout))
         self._tell()
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -143,8 +140,6 @@ class StandInClient:
         self._encoder = server_encoder
         self.answer: Answer = self.answer_all
         self.calls: list[tuple[SampleKey, ...]] = []
-        self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
-        self.prefixes: list[list[list[int]]] = []  # of each call, the ids that every request brings
         self.evaluated: list[tuple[int, ...]] = []  # rows
         self.distrusted: list[str] = []
         self.agreeing: set[str] = set()
@@ -172,9 +167,6 @@ class StandInClient:
             self.evaluated.append(tuple(sample.key.index for sample in samples))
             return
         self.calls.append(tuple(sample.key for sample in samples))
-        pairs = zip(samples, requests, strict=True)
-        self.prefixes.append([request.get(PREFIX, []) for request in requests])
-        self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
 
     def next_finished(self, timeout_s: float) -> BatchOutcome | None:
         """Answers what was submitted first."""
@@ -190,7 +182,7 @@ class StandInClient:
             keys = tuple(sample.key for sample in samples)
             self._events.sent(keys, server="stand-in", seed=1, version=self._clock.current)
             outcome = self.answer(samples)
-            end = "answered" if outcome.rollouts or outcome.aborted else "lost"
+            end = "answered" if outcome.rollouts else "lost"
             self._events.finished(keys, server="stand-in", end=end, seconds=0.01)
         self.in_hand.popleft()
         self.num_fruitful += bool(outcome.rollouts or outcome.quarantined)
@@ -241,7 +233,7 @@ class Bench:
     trained: list[SampleKey] = field(default_factory=list)
 
     def observe(self, **changes: Any) -> None:
-        pacing = {"step": 0, "begun_step": 0, "current_version": self.clock.current}
+        pacing = {"step": 0, "current_version": self.clock.current}
         known = {each.name for each in fields(PacerInputs)}
         pacing |= {name: value for name, value in changes.items() if name in known}
         view: dict[str, Any] = {
@@ -259,7 +251,7 @@ class Bench:
         """A step's wait; one that nothing ends fails the test."""
         self.client.max_prompts = changes.get("max_prompts", 6)
         step = changes.get("step", 0)
-        pacing = PacerInputs(step=step, begun_step=0, current_version=self.clock.current)
+        pacing = PacerInputs(step=step, current_version=self.clock.current)
         view = StepView(
             pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
         )

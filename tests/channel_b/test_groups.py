@@ -244,10 +244,10 @@ class Lives(RuleBasedStateMachine):
         self.take(may_come=True)
 
     @precondition(lambda self: self.in_flight)
-    @rule(data=st.data(), reason=st.sampled_from([ReturnReason.FAILED, ReturnReason.ABORTED]))
-    def fail(self, data: st.DataObject, reason: ReturnReason) -> None:
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
         keys = self.choose(data, self.in_flight)
-        self.source.give_back(keys, reason)
+        self.source.give_back(keys, ReturnReason.FAILED)
         assert list(self.source._again)[-len(keys) :] == keys, "no attempt counts"
 
     @precondition(lambda self: self.in_flight)

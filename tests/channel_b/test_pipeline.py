@@ -68,8 +68,7 @@ def test_rollouts_become_packs(make_bench: MakeBench, encoder: Encoder) -> None:
     expected = encoder.collate([_segment(encoder, rollout) for rollout in rollouts])
     assert torch.equal(pack.batch["input_ids"], expected["input_ids"])
     assert torch.equal(pack.batch["position_ids"], expected["position_ids"])
-    assert bench.pipeline.production_pace is not None
-    assert bench.pipeline.production_pace.typical_steps > 0
+    assert bench.pipeline._production._meter.typical_steps
 
 
 def _segment(encoder: Encoder, rollout: Rollout) -> Segment:
@@ -109,31 +108,6 @@ def test_the_target_ends_production_and_training_renews_it(make_bench: MakeBench
 
 
 # --- what comes back ---------------------------------------------------------------------------------
-
-
-def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
-    make_bench: MakeBench,
-) -> None:
-    bench = make_bench(target_packs=4)
-
-    def abort_all_but_the_first(samples: Sequence[Sample]) -> BatchOutcome:
-        done, *cut = (bench.client.rollout(sample) for sample in samples)
-        return BatchOutcome(
-            rollouts=(done,), returned=tuple(rollout.sample for rollout in cut), aborted=tuple(cut)
-        )
-
-    bench.client.answer = abort_all_but_the_first
-    bench.observe(max_prompts=3)
-    assert bench.work()
-    cut = bench.client.calls[0][1:]
-    bench.client.answer = bench.client.answer_all
-    bench.observe(step=1, max_prompts=1)
-    assert bench.work()  # one of the two alone, and then the other
-    assert bench.work()
-    assert bench.client.calls[1:] == [cut[:1], cut[1:]]  # the same attempts: an abort is none
-    bench.work()
-    assert bench.client.protected[:3] == [set(), set(cut[:1]), set(cut[1:])]
-    assert not any(bench.client.protected[3:])
 
 
 def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
@@ -367,7 +341,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     bench.observe(step=1, max_prompts=0)
     assert not bench.work()
     assert bench.events.segments == []
-    assert bench.pipeline.production_pace is None
+    assert bench.pipeline._production._meter.typical_steps is None
     then_hear()
     bench.work()  # although no server may be asked
     assert [segment.key for segment in bench.events.segments] == list(asked)
@@ -466,7 +440,8 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: MakeBench) -> 
     while bench.work():
         assert len(bench.client.calls) < 50
     drawn, segments = bench.source.state_dict(), len(bench.events.segments)
-    batches, pace = bench.events.num_batches, bench.pipeline.production_pace
+    meter = bench.pipeline._production._meter
+    batches, pace = bench.events.num_batches, meter.typical_steps
     answer = bench.client.rollout
     bench.client.rollout = lambda sample, **_: replace(answer(sample), truncated=True)  # type: ignore[method-assign]
     bench.evaluation.begin(0)
@@ -475,7 +450,7 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: MakeBench) -> 
     assert bench.evaluation.end().ratios["truncated_ratio"] == 1.0
     assert guard.truncated_ratio == 0.0
     assert (bench.source.state_dict(), len(bench.events.segments)) == (drawn, segments)
-    assert (bench.events.num_batches, bench.pipeline.production_pace) == (batches, pace)
+    assert (bench.events.num_batches, meter.typical_steps) == (batches, pace)
 
 
 # --- pausing and ending ------------------------------------------------------------------------------

@@ -55,20 +55,15 @@ def test_a_slow_step_is_fed_and_a_fast_one_starves() -> None:
     assert "packs arrive 40.0 steps old" in starving.found
 
 
-def test_packs_that_are_too_old_when_they_arrive_are_told_and_staged_rounds_pass_a_post_once_at_most() -> (
-    None
-):
-    """POSTs of 4 s and steps of 1.25 s, with a round every step: four versions pass."""
-    fenced = replace(FEEDING, sync_every_steps=1, max_inflight_per_server=64)
-    assert check_rate(fenced, 1.25).verdict is Verdict.WARNING
-    assert check_settings(fenced, 1.25).fix == "write stage2_ab.channel_b.prefetch.version_window: 4 (now 2)"
-    staged = replace(fenced, versions_are_staged=True)
-    assert (check_rate(staged, 1.25).verdict, check_settings(staged, 1.25).verdict) == (
-        Verdict.OK,
-        Verdict.OK,
-    )
+def test_packs_that_are_too_old_when_they_arrive_are_told() -> None:
+    """POSTs of 4 s, steps of 1.25 s and a version every step that waits for 16 at most."""
+    feeding = replace(FEEDING, sync_every_steps=1, max_inflight_per_server=64)
+    assert (check_rate(feeding, 1.25).verdict, check_settings(feeding, 1.25).verdict) == (Verdict.OK,) * 2
+    slow = replace(feeding, batch_s=64.0)  # 51.2 steps
+    assert check_rate(slow, 1.25).verdict is Verdict.WARNING
+    assert check_settings(slow, 1.25).fix == "write stage2_ab.channel_b.prefetch.version_window: 4 (now 2)"
     # 200 samples a pack and 64 slots for each of two ranks: four POSTs one after another
-    assert replace(staged, samples_per_pack=200.0).versions_passed(1.25) == 4
+    assert replace(slow, samples_per_pack=200.0).versions_passed(1.25) == 13
 
 
 def test_what_is_advised_follows_from_the_measurement() -> None:

@@ -20,7 +20,7 @@ from swift_stage2.telemetry.event_log import read_logs
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
 CUT_S = 30.0
-STRAGGLER_S = 8
+PUSH_S = 24  # shorter than the cut
 REQUEST_TIMEOUT_S = 60  # longer than the cut: no batch may wait so long for what was asked of the lost server
 _END_S = 30.0
 _SLOW_KBIT_PER_S = 4000  # 6.6 MB of weights take 13 s
@@ -44,9 +44,7 @@ def config_of(directory: Path, rows: Path, cut: Any, kept: Any) -> Path:
         "request_timeout_s": REQUEST_TIMEOUT_S,
         # auto: a server that could see the learner's memory would map it, and there would be no transfer to cut.
         "sync": {
-            "timeout_s": 40,
-            "straggler_s": STRAGGLER_S,
-            "on_pending": "abort",  # a round that waits for rollouts gives stragglers their time as well
+            "timeout_s": PUSH_S,
             "bucket_mib": 1,
             "backoff_steps": 1,
             "transport": "auto",
@@ -119,7 +117,7 @@ def check_what_goes_on(run: RunOnHost, since: float, kept: str) -> None:
     assert broken["staged"]
     assert is_proven(broken, KEPT), broken
     assert not is_proven(broken, CUT), broken
-    assert f"within {STRAGGLER_S} s after other weights were due" in broken["servers"][CUT]["error"], broken
+    assert "the server was lost while weights were sent" in broken["servers"][CUT]["error"], broken
     assert broken["step"] > in_transfer + 1, "training waited for the round"
 
     def is_trained_by_the_other_alone() -> bool:

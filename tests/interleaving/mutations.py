@@ -109,21 +109,13 @@ class ForgettingPipeline(Pipeline):
         self.ends.take_back = lambda outcome, is_stopped: None  # type: ignore[method-assign]
 
 
-class TwiceAskingPipeline(Pipeline):
-    """A partial rollout is resumed, and its sample goes back to be asked afresh as well."""
+class YoungClient(RolloutClient):
+    """A rollout under which new weights came is as old as its newest tokens."""
 
-    def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
-        outcome = super()._handle_result(outcome)
-        keys = [rollout.sample.key for rollout in outcome.partial]
-        self.source.give_back(keys, ReturnReason.ABORTED)
-        return outcome
-
-
-class YoungPipeline(Pipeline):
-    """A resumed rollout is as old as its newest tokens."""
-
-    def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
-        outcome = super()._handle_result(outcome)
+    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
+        outcome = super().next_finished(timeout_s)
+        if outcome is None:
+            return None
         return replace(outcome, rollouts=tuple(map(_as_if_of_its_last_part, outcome.rollouts)))
 
 
@@ -350,12 +342,8 @@ class ForgottenReturns(Parts):
     pipeline = ForgettingPipeline
 
 
-class ResumedAndAsked(Parts):
-    pipeline = TwiceAskingPipeline
-
-
 class NewestSpanCounts(Parts):
-    pipeline = YoungPipeline
+    client = YoungClient
 
 
 class OutTwice(Parts):
@@ -401,7 +389,6 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (LostSamples, "nobody holds them"),
     (ForgottenReturns, "nobody holds them|that nobody gives"),
     (OutTwice, "PipelineFailed for no reason|EvaluationCounts"),
-    (ResumedAndAsked, "in two places|PipelineFailed for no reason"),
     (NewestSpanCounts, "has the tokens"),
     (UnpurgedQueue, "raised StaleSample"),
     (LateTelling, "the ledger does not balance: a checkpoint holds exactly the samples in hand"),

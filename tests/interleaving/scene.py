@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
-from builders import cut_of, matched_of
+from builders import matched_of
 from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
 from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting, setting_of
@@ -189,10 +189,6 @@ class RankEvents:
     def batch(self, outcome: BatchOutcome) -> None:
         counts = self._ledger.counts
         counts["posts abandoned"] += sum(each.end in _ABANDONED for each in outcome.failures)
-        counts["rollouts aborted"] += len(outcome.aborted)
-        for rollout in outcome.partial:
-            counts["rollouts cut"] += 1
-            self.log.write(cut_of(rollout))
         counts["samples returned"] += len(outcome.returned)
         noted, self._suspicions = self._suspicions, self._client.suspects
         for _, reason in sorted(self._suspicions.items() - noted.items()):
@@ -523,7 +519,6 @@ class Scene:
             ends=ends,
             packing=PackingConfig(packing_length=_PACKING_LENGTH),
             groups=self._make_groups(rank, ends, source, clock) if setting.num_generations > 1 else None,
-            max_resumes=setting.max_resumes,
             ask_evaluation=evaluation.part.ask if evaluation is not None else None,
             take_evaluated=evaluation.part.take if evaluation is not None else None,
         )
@@ -579,7 +574,6 @@ class Scene:
             health=HealthCheck(base_urls=urls, api_key=None, interval_s=0.25),
             sync=SyncConfig(
                 timeout_s=SYNC_TIMEOUT_S,
-                on_pending=setting.on_pending,
                 rolling=setting.rolling,
                 proof=Proof.CANARY,
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from swift_stage2.config import Objective, OnPending
+from swift_stage2.config import Objective
 
 REQUEST_TIMEOUT_S = 1.0
 SYNC_TIMEOUT_S = 5.0
@@ -62,9 +62,6 @@ class Setting:
     max_inflight: int = 4
     redraw_dropped: bool = True
     max_attempts: int = 2
-    abort_when_pending: bool = False
-    max_resumes: int | None = field(default=None, repr=False)  # drawn by what the rest says
-    """How often an aborted rollout goes on; None where it begins anew."""
     num_generations: int = field(default=1, repr=False)  # drawn by what the rest says, as are the two below
     """Rollouts of a row, which are compared in groups; 1: each is trained by itself."""
     objective: Objective = field(default=Objective.GRPO, repr=False)
@@ -90,13 +87,6 @@ class Setting:
     stall_share: float = 0.0
 
     @property
-    def on_pending(self) -> OnPending:
-        """The policy of rounds for rollouts that run."""
-        if self.max_resumes is not None:
-            return OnPending.RESUME
-        return OnPending.ABORT if self.abort_when_pending else OnPending.WAIT
-
-    @property
     def is_calm(self) -> bool:
         """Nothing goes wrong: no server may be blamed."""
         return not (
@@ -107,8 +97,8 @@ class Setting:
 
 def setting_of(rng: random.Random) -> Setting:
     """A scene of rollouts that are trained each by itself, or, a quarter, in groups."""
-    setting = _resuming(rng)
-    of_its_own = random.Random(f"{setting!r} {setting.max_resumes}")
+    setting = _crowded(rng)
+    of_its_own = random.Random(f"{setting!r} of its own")
     if of_its_own.random() < 0.75:
         return setting
     return replace(
@@ -119,18 +109,16 @@ def setting_of(rng: random.Random) -> Setting:
     )
 
 
-def _resuming(rng: random.Random) -> Setting:
-    """A scene with nought to three kinds of trouble, or one whose servers come late; of ours alone, some resume."""
+def _crowded(rng: random.Random) -> Setting:
+    """A scene with nought to three kinds of trouble, or one whose servers come late; some of ours answer long."""
     setting = _setting_of(rng)
     of_its_own = random.Random(repr(setting))
     # Apart from those whose pushes have faults, of which late servers would leave little.
     if not setting.push_fates and of_its_own.random() < 0.2:
         setting = _late(setting, of_its_own)
-    if any(setting.stock) or of_its_own.random() < 0.3:
+    if any(setting.stock) or of_its_own.random() < 0.5:
         return setting
-    most = of_its_own.choice((setting.version_window, of_its_own.randint(0, setting.version_window)))
-    crowded = _CROWDED_S + setting.latencies_s[4:] if of_its_own.random() < 0.7 else setting.latencies_s
-    return replace(setting, max_resumes=most, latencies_s=crowded)
+    return replace(setting, latencies_s=_CROWDED_S + setting.latencies_s[4:])
 
 
 def _setting_of(rng: random.Random) -> Setting:
@@ -155,7 +143,6 @@ def _setting_of(rng: random.Random) -> Setting:
         max_inflight=rng.choice((2, 4, 16)),
         redraw_dropped=rng.random() < 0.8,
         max_attempts=rng.randint(1, 3),
-        abort_when_pending=rng.random() < 0.25,
         continue_on_failure=rng.random() < 0.5,
     )
     if setting.version_window == 0 and setting.sync_every_steps == 1:

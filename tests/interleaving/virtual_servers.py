@@ -40,9 +40,8 @@ class Computation:
 
     begin: float
     end: float
-    may_abort: bool
-    done_share: float = 1.0
-    """Of the tokens that were asked for; below 1 it was aborted."""
+    parts: list[tuple[int, dict[str, Any], Weights]]
+    """The number of tokens that were there when the server took weights, their stamp, and they."""
 
 
 @dataclass(slots=True)
@@ -126,7 +125,7 @@ class VirtualServer:
         specs = [wire.TensorSpec(str(index), (1,), "float32") for index in range(len(BASE_WEIGHTS))]
         info = wire.ServerInfo(
             stock=False, incarnation=self.incarnation, weight_version=self.version, run_id=self.run_id,
-            state="ready", manifest=tuple(specs), resume=True,
+            state="ready", manifest=tuple(specs),
         )  # fmt: skip
         return 200, info.to_json()
 
@@ -144,9 +143,8 @@ class VirtualServer:
         if not self.vouched:
             return 409, {"detail": "unproven", "reason": "unproven"}
         fate = Fate() if is_canary else self.watcher.fate_of_infer(self, call.body)
-        may_abort = all(infer_wire.may_abort(request) for request in requests)
-        computation = Computation(active().now, active().now + fate.latency_s, may_abort)
-        stamp, weights = self._stamp(), self.weights
+        now = active().now
+        computation = Computation(now, now + fate.latency_s, [(0, self._stamp(), self.weights)])
         self.running.append(computation)
         if fate.lose_connection:
             raise httpx.ReadError("the connection broke")
@@ -156,14 +154,7 @@ class VirtualServer:
             return fate.status, self._failures(fate)
         asked = call.body["request_config"].get(LOG_PROBS.option)
         return 200, [
-            self._completion(
-                {**stamp, "request_id": request.get(infer_wire.REQUEST_ID)},
-                weights,
-                computation,
-                len(request.get(infer_wire.PREFIX, [])),
-                asked,
-            )
-            for request in requests
+            self._completion(request.get(infer_wire.REQUEST_ID), computation, asked) for request in requests
         ]
 
     def _stamp(self) -> dict[str, Any]:
@@ -178,24 +169,26 @@ class VirtualServer:
         return {"detail": "cannot", "failures": [{"index": i, "cause": "cannot"} for i in fate.failed]}
 
     def _completion(
-        self,
-        stamp: dict[str, Any],
-        weights: Weights,
-        computation: Computation,
-        num_before: int,
-        with_log_probs: bool | None,
+        self, request_id: str | None, computation: Computation, with_log_probs: bool | None
     ) -> dict[str, Any]:
-        num_made = int(computation.done_share * (NUM_TOKENS - num_before))
+        begins = [begin for begin, _, _ in computation.parts]
+        parts = [
+            (end - begin, stamp, int(weights[0]))
+            for (begin, stamp, weights), end in zip(computation.parts, [*begins[1:], NUM_TOKENS], strict=True)
+        ]
+        tokens = [token for num_tokens, _, token in parts for _ in range(num_tokens)]
         choice: dict[str, Any] = {
-            "message": {"content": repr(weights)},
-            "finish_reason": "stop" if computation.done_share == 1.0 else "abort",
-            "token_ids": [int(weights[0])] * num_made,
+            "message": {"content": repr(computation.parts[-1][2])},
+            "finish_reason": "stop",
+            "token_ids": tokens,
         }
         if with_log_probs:
-            choice["logprobs"] = {"content": [{"logprob": log_prob_of(int(weights[0]))}] * num_made}
+            choice["logprobs"] = {"content": [{"logprob": log_prob_of(token)} for token in tokens]}
         completion: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1]}}
         if not self.stock:
-            completion["rollout_infos"] = {"stage2": stamp}
+            spans = [(stamp["weight_version"], num_tokens) for num_tokens, stamp, _ in parts]
+            told = {"spans": spans if len(spans) > 1 else [], "request_id": request_id}
+            completion["rollout_infos"] = {"stage2": parts[-1][1] | told}
         return completion
 
     def _reset(self, call: VirtualCall) -> tuple[int, Any]:
@@ -242,17 +235,14 @@ class VirtualServer:
             return 500, {"detail": "not all has arrived"}
         self.installing = True
         try:
-            if wanted.aborts:
-                self._abort_pending()
-            while pending := self.computing():
-                call.wait(self, until=min(c.end for c in pending))
-                if self.offered is not offered:
-                    return 409, {"detail": "replaced", "reason": "no_weights"}
             if self.watcher.fate_of_push(self) == "not installed":
                 return 500, {"detail": "it cannot"}
             self.vouched = False
             self._load()
             self.version, self.run_id = offered.version, offered.run_id
+            for running in self.computing():
+                done = (active().now - running.begin) / (running.end - running.begin)
+                running.parts.append((int(done * NUM_TOKENS), self._stamp(), self.weights))
             self._take_time(call)
             proof = self._proof(offered)
             self.vouched = proof.vouches_for(wanted.checksums)
@@ -288,13 +278,6 @@ class VirtualServer:
         ends = active().now + self.watcher.delay_of_round()
         while active().now < ends:
             call.wait(self, until=ends)
-
-    def _abort_pending(self) -> None:
-        for call in self.computing():
-            if call.may_abort:
-                call.done_share = (active().now - call.begin) / (call.end - call.begin)
-                call.end = active().now
-        self.wake()
 
     def _state_keys(self, call: VirtualCall) -> tuple[int, Any]:
         return 200, {"keys": [str(index) for index in range(len(BASE_WEIGHTS))]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -130,9 +129,8 @@ def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollo
             }
             with http.stream("POST", wire.INFER, json=body, timeout=60.0) as reply:
                 process.send_signal(signal.SIGTERM)
-                answer = json.loads(reply.read())
-            assert reply.status_code == 200
-            assert answer[0]["response"]["choices"][0]["finish_reason"] in ("abort", "stop")
+                reply.read()
+            assert reply.status_code in (200, 503)
         assert process.wait(20.0) == 0, (tmp_path / "log").read_text()
         socket.create_server(("127.0.0.1", int(base_url.rpartition(":")[2]))).close()
 

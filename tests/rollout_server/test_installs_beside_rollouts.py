@@ -7,6 +7,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from live_server import (
     LearnerRound,
     RunningServer,
     call_and_wait,
+    held_before,
     load_learner,
     picture,
     text_request,
@@ -57,26 +59,26 @@ def offered(server: RunningServer, seed: int, *, shared: bool = False) -> Learne
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shared memory"])
-def test_old_weights_answer_until_the_install_and_new_ones_after_it(
-    server: RunningServer, shared: bool
-) -> None:
-    before = LearnerRound(server, load_learner(seed=40))
+def test_new_weights_come_between_two_tokens_of_what_runs(server: RunningServer, shared: bool) -> None:
+    old = load_learner(seed=40)
+    before = LearnerRound(server, old)
     before.run()
-    learner = load_learner(seed=41)
+    learner = load_learner(seed=52)
     round_ = LearnerRound(server, learner)
     file = round_.push_shared() if shared else round_.push()
     assert file is None or file.num_mapped
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(3) as callers:
-        early = callers.submit(server.infer, [text_request("early")])
-        wait_until_queued(server, 1)
+    with held_before(server, 3) as (stopped, go_on), ThreadPoolExecutor(3) as callers:
+        early = callers.submit(server.infer, [text_request("early")], max_tokens=12)
+        assert stopped.wait(CALL_TIMEOUT_S)
         installing = callers.submit(round_.install)
-        wait_for(lambda: is_shut(server))
+        wait_for(lambda: len(server.engine._queue._tasks) == 1)
         late = callers.submit(server.infer, [text_request("late")], max_tokens=12)
         wait_for(lambda: num_waiting(server) == 1)
-        release.set()
+        go_on.set()
         (answer,) = early.result(CALL_TIMEOUT_S)
-        assert answer.weight_version == before.version
+        assert answer.spans == ((before.version, 3), (round_.version, 9))
+        expected = hugging_face_answer(old, answer.prompt_token_ids, 12, others={3: learner})
+        assert list(answer.token_ids) == expected
         proof = WeightProof.from_json(installing.result(CALL_TIMEOUT_S).json())
         assert proof.vouches_for(own_checksums(learner))
         (answer,) = late.result(CALL_TIMEOUT_S)
@@ -89,8 +91,8 @@ def test_old_weights_answer_until_the_install_and_new_ones_after_it(
         file.close()
 
 
-def require_answers_of_one_version(server: RunningServer, requests: list[dict[str, Any]]) -> None:
-    """Callers ask all the time; each answer must be that of the weights that it is stamped with."""
+def require_answers_as_stamped(server: RunningServer, requests: list[dict[str, Any]]) -> None:
+    """Callers ask all the time; each token must be that of the weights that it is stamped with."""
     modules: dict[int | None, Any] = {}
     answers: list[Completion] = []
     stop = threading.Event()
@@ -102,10 +104,10 @@ def require_answers_of_one_version(server: RunningServer, requests: list[dict[st
     with ThreadPoolExecutor(3) as callers:
         asking = [callers.submit(ask) for _ in range(3)]
         try:
-            for seed, on_pending in ((42, "wait"), (43, "abort"), (44, "wait")):
+            for seed in (42, 43, 44):
                 round_ = offered(server, seed, shared=seed == 44)
                 modules[round_.version] = load_learner(seed=seed)
-                assert round_.install(on_pending=on_pending).status_code == 200
+                assert round_.install().status_code == 200
                 seen = len(answers)
                 wait_for(lambda: len(answers) > seen + 6)  # noqa: B023
         finally:
@@ -116,17 +118,20 @@ def require_answers_of_one_version(server: RunningServer, requests: list[dict[st
     assert {answer.weight_version for answer in stamped} == set(modules)
     expected: dict[Any, list[int]] = {}
     for answer in stamped:
-        key = (answer.weight_version, answer.prompt_token_ids)
-        if key not in expected:
+        spans = answer.spans or ((answer.weight_version, len(answer.token_ids)),)
+        key = (spans, answer.prompt_token_ids)
+        if key not in expected and spans[0][0] in modules:
             image = picture(70) if answer.images_size else None
-            module, prompt = modules[answer.weight_version], answer.prompt_token_ids
-            expected[key] = hugging_face_answer(module, prompt, GREEDY["max_tokens"], image)
-        assert list(answer.token_ids) == expected[key][: len(answer.token_ids)]
-        assert answer.finish_reason == "abort" or list(answer.token_ids) == expected[key]
+            begins = accumulate(num_tokens for _, num_tokens in spans[:-1])
+            others = {begin: modules[version] for begin, (version, _) in zip(begins, spans[1:], strict=True)}
+            first, prompt = modules[spans[0][0]], answer.prompt_token_ids
+            expected[key] = hugging_face_answer(first, prompt, GREEDY["max_tokens"], image, others)
+        assert list(answer.token_ids) == expected.get(key, list(answer.token_ids))
+    assert expected
 
 
-def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
-    require_answers_of_one_version(server, [text_request()])
+def test_every_token_is_of_the_weights_that_it_is_stamped_with(server: RunningServer) -> None:
+    require_answers_as_stamped(server, [text_request()])
 
 
 @pytest.mark.parametrize("sums", ["as sent", "others"])

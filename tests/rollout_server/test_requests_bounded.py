@@ -130,7 +130,7 @@ ONE_REQUEST = {"infer_requests": [text_request()], "request_config": {"max_token
 GOOD_BODIES: dict[str, Any] = {
     wire.INFER: ONE_REQUEST,
     wire.WEIGHTS: {"run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": [1], "way": "disk"},
-    wire.INSTALL: {"run_id": "a", "version": 1, "checksums": {"a": "0"}, "on_pending": "wait"},
+    wire.INSTALL: {"run_id": "a", "version": 1, "checksums": {"a": "0"}},
 }
 NO_BODIES = (
     b"", b"{", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", "{}".encode("utf-16"), b"NaN", b"1" * 5000, b"null",

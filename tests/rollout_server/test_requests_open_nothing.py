@@ -148,7 +148,6 @@ def test_what_a_learner_sends_passes() -> None:
     told = {
         **image_request(text='<ref-object> {"a": "\\u003cb>"} <video> <bbox>'),
         "images": [data_url],
-        "data_dict": {"stage2": {"may_abort": False}},
         "uuid": "7",
     }
     assert check_conversations([image_request(), text_request(), thinking, told], RequestLimits()) == {}

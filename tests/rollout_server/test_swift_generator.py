@@ -106,7 +106,7 @@ def ledger(limits: list[int], aborted: list[bool] | None = None) -> RowLedger:
         prompt_length=2,
         limits=limits,
         stop_token_ids=[0, 9],
-        aborted=lambda: flags,
+        between_tokens=lambda num_tokens: flags,
         device=CPU,
     )
 

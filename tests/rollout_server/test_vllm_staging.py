@@ -6,7 +6,8 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ import torch
 from live_server import SharedFile
 from waiting import wait_for
 
-from swift_stage2.errors import InstallFailed
-from swift_stage2.rollout_server.engine import GenerationJob, GenerationRequest, WeightStamp
+from swift_stage2.errors import EngineUnavailable, InstallFailed
+from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.vllm_weights import LoadRecord, Report
 from swift_stage2.rollout_server.weight_source import WeightSource, open_learner_memory
@@ -34,6 +35,7 @@ class SlowGenerator:
     """A worker that reads what it is given and loads nothing; never ends a load while it is ``stuck``."""
 
     is_dead = False
+    keeps_requests = True
     num_running = 0
 
     def __init__(self) -> None:
@@ -41,6 +43,7 @@ class SlowGenerator:
         self.aborts: list[str] = []
         self.read: list[list[float]] = []
         self.refusals = [""]  # why a worker could not read it
+        self.told: list[str] = []
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
@@ -55,11 +58,22 @@ class SlowGenerator:
         return [LoadRecord().report("", {})]
 
     async def answer(
-        self, request: GenerationRequest, name: str, stamp: WeightStamp, is_aborted: Callable[[], bool]
+        self, request: GenerationRequest, name: str, is_aborted: Callable[[], bool]
     ) -> Completion:
         while self.aborts.count(name) < 3:
             await asyncio.sleep(0.001)
-        return GenerationJob(request).completion(stamp)
+        raise JobAborted
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        self.told.append("pause")
+        try:
+            yield
+        finally:
+            self.told.append("resume")
+
+    async def name_weights(self, stamp: WeightStamp) -> None:
+        self.told.append(str(stamp.version))
 
     async def abort(self, name: str) -> None:
         self.aborts.append(name)
@@ -124,6 +138,7 @@ def test_workers_open_the_rounds_memory_and_nothing_of_it_is_left(
 ) -> None:
     install(engine, arrived(), WeightStamp(1, "run"))
     assert generator.read == [[1.0, 2.0, 3.0, 4.0]]
+    assert generator.told == ["pause", "1", "resume"]
     assert engine.stamp == WeightStamp(1, "run")
     assert not engine.may_read
     wait_for(lambda: num_memory_files() == 0)
@@ -136,6 +151,7 @@ def test_memory_of_loads_that_timed_out_outlives_its_round_until_one_succeeds(
     for number in range(3):
         with pytest.raises(InstallFailed, match="did not answer within"):
             install(engine, arrived(number), WeightStamp(1, "run"), 0.1)
+    wait_for(lambda: generator.told == ["pause", "1", "resume"] * 3)
     generator.stuck = False
     assert num_memory_files() == 3, "a worker may still open each of them"
     assert engine.may_read
@@ -152,24 +168,21 @@ def test_workers_that_cannot_open_it_are_told_and_the_old_weights_are_whole_if_n
     with pytest.raises(InstallFailed, match=r"in 1 of .*Permission denied") as caught:
         install(engine, arrived(), WeightStamp(1, "run"))
     assert caught.value.torn == bool(num_readers)
-    assert engine.stamp == WeightStamp()
+    assert engine.stamp == (WeightStamp(1, "run") if num_readers else WeightStamp())
+    assert generator.told == ["pause", *["1"] * num_readers, "resume"]
 
 
-@pytest.mark.parametrize("closes", [False, True], ids=["by an install", "at the close"])
-def test_an_abort_is_repeated_until_vllm_has_heard_it_and_what_was_made_is_handed_over(
+@pytest.mark.parametrize("closes", [False, True], ids=["its caller goes", "the server ends"])
+def test_an_abort_is_repeated_until_vllm_has_heard_it(
     engine: VllmRolloutEngine, generator: SlowGenerator, monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
     stand_in = SimpleNamespace(EngineDeadError=ConnectionError, request_failure=lambda error: error)
     monkeypatch.setitem(sys.modules, "swift_stage2.rollout_server.vllm_generator", stand_in)
-    spared, cut = engine.submit([GenerationRequest({}, may_abort=may_abort) for may_abort in (False, True)])
+    spared, cut = engine.submit([GenerationRequest({})] * 2)
     wait_for(lambda: len(engine._held) == 2)
     assert engine.settle(0.1, NOBODY_LEAVES) == 2
-    if closes:
-        engine.close(WAIT_S)
-        assert (engine.settle(WAIT_S, NOBODY_LEAVES), spared.future.result(0).finish_reason) == (0, "abort")
-    else:
-        assert engine.abort(only_abortable=True) == 1
-        wait_for(cut.future.done)
-        assert engine.settle(0.1, NOBODY_LEAVES) == 1
-    assert cut.future.result(0).finish_reason == "abort"
-    assert len(set(generator.aborts)) == 1 + closes
+    engine.close(WAIT_S) if closes else cut.abort()
+    wait_for(cut.future.done)
+    assert engine.settle(0.1, NOBODY_LEAVES) == (0 if closes else 1)
+    assert isinstance(cut.future.exception(0), EngineUnavailable if closes else JobAborted)
+    assert (spared.future.done(), len(set(generator.aborts))) == (closes, 0 if closes else 1)

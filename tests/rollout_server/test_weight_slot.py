@@ -37,8 +37,7 @@ class EngineStandIn:
         self.may_read = False
         self.copies, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
-        self.abort: Callable[..., object] = lambda **_: None
-        self.num_open = 0
+        self.installs_beside, self.num_open = False, 0
 
     def settle(self, timeout_s: float, given_up: threading.Event) -> int:
         end = time.monotonic() + timeout_s
@@ -239,17 +238,12 @@ def test_weights_whose_sums_differ_are_served_to_nobody_until_others_are_install
     require_serving(slot)
 
 
-def break_abort(**_: Any) -> None:
-    raise RuntimeError("the loop has ended")
-
-
 @pytest.mark.parametrize(
     ("how", "error", "cause"),
     [
         ("time", InstallFailed, "must end within the install's time, got num_running=1"),
         ("caller", InstallFailed, "the caller has gone"),
         ("server", EngineUnavailable, "is shutting down"),
-        ("abort", RuntimeError, "the loop has ended"),
     ],
 )
 def test_an_install_that_ends_before_its_copy_leaves_the_old_weights_serving(
@@ -258,8 +252,6 @@ def test_an_install_that_ends_before_its_copy_leaves_the_old_weights_serving(
     file, given_up = share(slot), threading.Event()
     options: dict[str, Any] = {"timeout_s": 0.5} if how == "time" else {}
     engine.num_open = 1
-    if how == "abort":
-        engine.abort, options = break_abort, {"on_pending": "abort"}
     with ThreadPoolExecutor(1) as learner:
         installing = learner.submit(install, slot, given_up=given_up, **options)
         if how in ("caller", "server"):

@@ -4,8 +4,8 @@ One thread, no real time. A learner step takes one unit. Per rank one rollout se
 a time for up to four packs, which ends with its slowest rollout, or through places, one rollout each. The order
 inside a step start is the learner's: a version begins if due and none travels, reserve, what has come of pushes,
 all-reduce (MAX), plan, and then what was agreed on: fences, clocks, who is drained. A server that does not stage is
-drained before its push, and what is drained is pushed to at the next agreement. Servers that stage install one after
-another, each when the weights have arrived and what it runs has ended.
+drained before its push, and what is drained is pushed to at the next agreement. Servers that stage install what has
+arrived under what they run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.horizon import INSTANT, Pacer, PacerInputs, ProductionMeter, packs_of
+from swift_stage2.scheduling.horizon import Pacer, PacerInputs, ProductionMeter, packs_of
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
@@ -69,7 +69,6 @@ class Outcome:
     versions: int = 0
     stale_trained: int = 0
     longest_gap: int = 0
-    load: float = 0.0
 
     @property
     def expired_share(self) -> float:
@@ -124,36 +123,30 @@ class SimulatedRank:
         self.outcome.expired += 1
 
     def state(self, now: float, versions: Versions) -> PacerInputs:
-        staged, schedule = self.setting.staged, versions.schedule
-        assert schedule.begun_step is not None
         return PacerInputs(
             step=int(now),
             progress=now - int(now),
             current_version=self.clock.current,
-            begun_step=schedule.begun_step,
             holds_production=not self.fence.is_open,
-            versions_are_staged=staged,
-            awaits_version=versions.is_awaited,
             ready_versions=self.queue.peek_versions(),
-            pace=self.meter.pace,
-            slowest_pace=self.gate.pace if self.gate else INSTANT,
-            packs_per_production=self.setting.packs_per_request,
+            typical_steps=self.meter.typical_steps,
             missed_in_a_row=self.missed_in_a_row,
         )
 
     def facts(self, reservation: Reservation | None) -> RankFacts:
-        return RankFacts(not_reserved=reservation is None, pace=self.meter.pace or INSTANT)
+        return RankFacts(not_reserved=reservation is None)
 
     def num_wanted(self, now: float, versions: Versions) -> int:
         """Rollouts to ask for now, as the pipeline finds it."""
         per_pack = self.setting.rollouts_per_pack
         state = self.state(now, versions)
-        typical = state.typical_steps
+        typical = state.typical_steps or 0.0
         coming = [(version, now) for version in self.held]
         for post in self.posts:
             arrival = now + abs(typical - (now - post.start))
             coming += [(post.version, arrival)] * post.num_rollouts
-        in_making, num_left = packs_of(coming, per_pack)
+        in_making, over = packs_of(coming, per_pack)
+        num_left = sum(arrival <= now + typical for arrival in over)
         num_packs = self.pacer.decide(replace(state, in_making=in_making))
         if not num_packs:
             return 0
@@ -167,7 +160,7 @@ class SimulatedRank:
         while len(self.posts) < most:
             versions.install(now)
             wanted = self.num_wanted(now, versions)
-            if wanted == 0 or low <= now < high or versions.installs_next(self, now):
+            if wanted == 0 or low <= now < high:
                 return
             if (ticket := self.fence.enter()) is None:
                 return
@@ -188,6 +181,11 @@ class SimulatedRank:
             for _ in range(num_rollouts if self.setting.rollouts_per_pack > 1 else 1)
         ]
         return max(drawn)
+
+    def makes_stale(self, version: int) -> bool:
+        posts = (post.version for post in self.posts)
+        at_hand = (*posts, *self.held, *self.segments, *self.queue.peek_versions())
+        return version - self.setting.window - 1 in at_hand
 
     def finish(self, post: Post) -> None:
         self.posts.remove(post)
@@ -232,7 +230,8 @@ class Versions:
         return is_under_way and self.schedule.begun > self.ranks[0].clock.current
 
     def begin_if_due(self, step: int) -> None:
-        is_due = self.schedule.is_due(step, any_proven=True, server_waits=False)
+        makes_stale = any(rank.makes_stale(self.schedule.next_version) for rank in self.ranks)
+        is_due = self.schedule.is_due(step, any_proven=True, server_waits=False, makes_stale=makes_stale)
         if not is_due or self.is_publishing or self.is_awaited:
             return
         self.schedule.begin(step)
@@ -249,20 +248,13 @@ class Versions:
         self.install(now)
 
     def install(self, now: float) -> None:
-        """The servers install what has arrived by ``now``, one after another, each when it runs nothing."""
+        """The servers install what has arrived by ``now``."""
         for index, rank in enumerate(self.ranks):
             if now < self.arrives_at[index]:
                 continue
-            if rank.posts:
-                return
             self.arrives_at[index] = math.inf
             self.installed.add(index)
             rank.served_version = self.schedule.begun
-
-    def installs_next(self, rank: SimulatedRank, now: float) -> bool:
-        """Whether the server of ``rank`` has shut its door, to install when what it runs has ended."""
-        waiting = [index for index, arrival in enumerate(self.arrives_at) if now >= arrival]
-        return bool(waiting) and self.ranks[waiting[0]] is rank
 
     def agree(self, step: int) -> None:
         """Takes in what has come of pushes, pushes to who is drained, and applies what all ranks then know."""
@@ -321,7 +313,6 @@ def simulate(setting: Setting) -> Outcome:
         versions.agree(step)
         for rank in ranks:
             rank.pace(step + setting.pipeline_delay, versions)
-    outcome.load = ranks[0].pacer.load(ranks[0].state(setting.num_steps, versions))
     return outcome
 
 

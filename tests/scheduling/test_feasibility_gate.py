@@ -8,15 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.horizon import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 
 NUM_SERVERS = 2
 flags = st.booleans()
-steps = st.integers(0, 50_000).map(lambda milli: milli / 1000)
 FLAGS = (
     "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "update_news",
-    "publishing", "server_waits", "log_failed",
+    "publishing", "server_waits", "makes_stale", "log_failed",
 )  # fmt: skip
 PER_SERVER = ("servers_suspect", "servers_closed", "servers_busy")
 facts_of_a_rank = st.builds(
@@ -24,7 +22,6 @@ facts_of_a_rank = st.builds(
     **dict.fromkeys(FLAGS, flags),
     **dict.fromkeys(PER_SERVER, st.tuples(flags, flags)),
     servers_proven=st.tuples(st.integers(0, 2**31), st.integers(0, 2**31)),
-    pace=st.builds(ProductionPace, steps, steps),
 )
 
 
@@ -48,15 +45,12 @@ def test_the_maximum_says_what_any_rank_says(ranks: list[RankFacts]) -> None:
         proven = max(rank.servers_proven[server] for rank in ranks)
         assert outcome.servers_proven[server] == proven
         assert outcome.servers_asked[server] == (0 if outcome.servers_suspect[server] else proven)
-    paces = [rank.pace for rank in ranks]
-    assert outcome.pace.typical_steps == max(pace.typical_steps for pace in paces)
-    assert outcome.pace.quick_steps == max(pace.quick_steps for pace in paces)
 
 
 @given(facts=facts_of_a_rank)
 def test_the_length_depends_on_the_number_of_servers_only(facts: RankFacts) -> None:
     vector = facts.encode()
-    assert len(vector) == len(FLAGS) + 2 + 4 * NUM_SERVERS
+    assert len(vector) == len(FLAGS) + 4 * NUM_SERVERS
     assert all(type(entry) is int and entry >= 0 for entry in vector)
 
 

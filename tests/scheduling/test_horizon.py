@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from swift_stage2.scheduling.bresenham import next_wanted_step
 from swift_stage2.scheduling.horizon import (
     RECENT_PRODUCTIONS,
-    Horizon,
     Pacer,
     PacerInputs,
     PackInMaking,
     ProductionMeter,
-    ProductionPace,
     StepView,
     max_prompts_in_flight,
     packs_of,
@@ -33,10 +31,8 @@ def after_round(
         step=step,
         progress=0.1,
         current_version=step,
-        begun_step=step,
         ready_versions=ready,
-        pace=None if production_steps is None else ProductionPace(production_steps, production_steps),
-        packs_per_production=4,
+        typical_steps=production_steps,
     )
 
 
@@ -52,7 +48,7 @@ def test_the_window_says_how_early(window: int, first: int) -> None:
     assert made == list(range(first, 7))
 
 
-def test_a_slow_production_starts_early_because_it_holds_the_rounds() -> None:
+def test_a_slow_production_starts_as_late_as_it_may() -> None:
     assert PACER.decide(after_round(3, production_steps=3.0)) == 4
 
 
@@ -64,8 +60,8 @@ def test_packs_in_the_making_are_not_made_twice() -> None:
     assert PACER.decide(replace(state, in_making=here)) == 1
     late = (PackInMaking(5, 8.5),) * 3  # B is wanted at 7
     assert PACER.decide(replace(state, in_making=late)) == 1, "the target holds for them as well"
-    old = (PackInMaking(4, state.position),) * 3  # stale at 7
-    assert PACER.decide(replace(state, in_making=old)) == 4
+    stale = (PackInMaking(2, state.position),) * 3
+    assert PACER.decide(replace(state, in_making=stale)) == 4
     whole = (PackInMaking(5, state.position),) * 4
     assert PACER.decide(replace(state, in_making=whole)) == 0
 
@@ -74,18 +70,12 @@ def test_too_late_for_one_step_and_too_early_for_the_next() -> None:
     pacer = replace(PACER, b_ratio=0.1)  # wanted at 9, 19, …
     assert pacer.decide(after_round(7, production_steps=3.0)) == 0
     assert pacer.decide(after_round(4, production_steps=3.0)) == 4
-
-
-def test_last_call_when_quick_ones_would_age_but_typical_ones_would_be_late() -> None:
-    pacer = replace(PACER, b_ratio=0.1)
-    lucky = ProductionPace(6.0, 1.0)
-    assert pacer.decide(replace(after_round(2), pace=lucky)) == 4
-    assert pacer.decide(replace(after_round(1), pace=lucky)) == 0
+    assert pacer.decide(after_round(1, production_steps=3.0)) == 0
 
 
 def test_fresh_packs_count_and_stale_ones_do_not() -> None:
     assert PACER.decide(after_round(6, ready=(5, 5, 5, 5))) == 0
-    assert PACER.decide(after_round(6, ready=(4, 4, 5, 5))) == 2
+    assert PACER.decide(after_round(6, ready=(3, 3, 5, 5))) == 2
 
 
 def test_a_second_step_is_served_only_where_packs_stay_fresh_so_long() -> None:
@@ -105,7 +95,7 @@ def test_missed_steps_end_the_trust_in_the_forecast() -> None:
     assert PACER.decide(replace(early, missed_in_a_row=2)) == 4
 
 
-@pytest.mark.parametrize("blind", [{"pace": None}, {"missed_in_a_row": 9}])
+@pytest.mark.parametrize("blind", [{"typical_steps": None}, {"missed_in_a_row": 9}])
 def test_a_decision_without_forecast_fills_the_target_once(blind: dict[str, int | None]) -> None:
     """Packs that the forecast calls useless count all the same: an instant server must not be asked for ever."""
     early = replace(after_round(3), **blind)
@@ -121,40 +111,12 @@ def test_no_channel_b_no_packs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ready", "starving"), [((6, 6, 6, 6), False), ((6, 6, 6), True), ((4, 6, 6, 6), True), ((), True)]
+    ("ready", "starving"), [((6, 6, 6, 6), False), ((6, 6, 6), True), ((3, 6, 6, 6), True), ((), True)]
 )
 def test_starving_means_fewer_fresh_packs_than_the_next_step_needs(
     ready: tuple[int, ...], starving: bool
 ) -> None:
     assert PACER.is_starving(after_round(6, ready=ready)) is starving
-
-
-def test_the_load_is_the_need_by_the_rate_and_production_binds_above_1() -> None:
-    assert PACER.load(after_round(3, production_steps=6.0)) == pytest.approx(1.0 / (4 / 7))
-    assert PACER.load(after_round(3, production_steps=2.0)) < 1
-
-
-def test_a_slow_rank_elsewhere_binds_here_too() -> None:
-    assert PACER.load(replace(after_round(3), slowest_pace=ProductionPace(6.0, 6.0))) > 1
-
-
-def test_staged_rounds_leave_a_production_its_whole_time() -> None:
-    slow = replace(after_round(3, production_steps=6.0), versions_are_staged=True)
-    assert PACER.load(slow) == pytest.approx(1.0 / (4 / 6))  # no step is lost to a drain
-    assert PACER.load(replace(slow, slowest_pace=ProductionPace(8.0, 8.0))) == pytest.approx(2.0)
-
-
-def test_a_fast_rank_does_not_rely_on_a_slow_one_to_hold_a_staged_round() -> None:
-    """With b_ratio 0.1 the fenced forecast starts with the slow rank; a staged one waits for its own last moment."""
-    pacer = replace(PACER, b_ratio=0.1)  # wanted at 9, 19, …
-    fenced = replace(after_round(4), slowest_pace=ProductionPace(4.0, 4.0))
-    assert pacer.decide(fenced) == 4
-    staged = replace(fenced, versions_are_staged=True)
-    assert pacer.decide(staged) == 0
-    assert pacer.decide(replace(staged, step=7, current_version=7, begun_step=7)) == 4
-
-
-paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
 
 
 @given(
@@ -171,14 +133,9 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
         step=st.integers(20, 60),
         progress=st.floats(0, 0.99),
         current_version=st.integers(5, 10),
-        begun_step=st.integers(10, 20),
         holds_production=st.booleans(),
-        versions_are_staged=st.booleans(),
-        awaits_version=st.booleans(),
         ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
-        pace=st.none() | paces,
-        slowest_pace=paces,
-        packs_per_production=st.integers(1, 8),
+        typical_steps=st.none() | st.floats(0, 50),
         missed_in_a_row=st.integers(0, 3),
     ),
 )
@@ -206,72 +163,37 @@ def test_each_rank_gets_its_share_of_the_servers(
     assert max_prompts_in_flight(per_server, proven, world_size) == share
 
 
-# --- the versions of the steps to come ------------------------------------------------------------------
-
-AT_10 = PacerInputs(step=10, progress=0.25, current_version=5, begun_step=9, pace=ProductionPace(3.0, 3.0))
-STAGED = replace(AT_10, versions_are_staged=True, begun_step=7)
-COMING = (PackInMaking(5, 14.5),)
+AT_10 = PacerInputs(step=10, progress=0.25, current_version=5, typical_steps=3.0)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "cadence", "rounds"),
+    ("inputs", "cadence", "horizon"),
     [
-        (AT_10, 4, (13, 17)),
-        (replace(AT_10, holds_production=True), 2, (11, 13)),
-        # What is in the making holds the next round, or the one behind it.
-        (replace(AT_10, in_making=COMING), 1, (15, 16)),
-        (replace(AT_10, in_making=COMING, holds_production=True), 2, (11, 15)),
-        # Due at 11 and heard in 11 at the earliest, which the packs of 12 are the first to meet.
-        (STAGED, 4, (12, 16)),
-        (replace(STAGED, in_making=COMING), 1, (12, 17)),
-        # The cadence counts from the snapshot of a version in transfer.
-        (replace(STAGED, awaits_version=True, begun_step=10), 4, (12, 15)),
-        (replace(STAGED, awaits_version=True, begun_step=9), 4, (12, 14)),
-        (replace(STAGED, awaits_version=True, begun_step=6), 4, (12, 13)),
-        # A fenced round that is pending among staged ones.
-        (replace(STAGED, holds_production=True), 2, (11, 13)),
+        (AT_10, 4, (14, 18)),  # 10.25 + 3 ends within step 13
+        (AT_10, 1, (14, 17)),  # longer than two versions last: what the next production cannot serve
+        (replace(AT_10, typical_steps=0.5), 1, (11, 12)),
+        (replace(AT_10, holds_production=True), 4, (15, 18)),
     ],
 )
-def test_rounds_follow_the_cadence_and_wait_for_what_holds_them(
-    inputs: PacerInputs, cadence: int, rounds: tuple[int, int]
+def test_the_horizon_is_from_arrival_to_the_end_of_the_windows_versions(
+    inputs: PacerInputs, cadence: int, horizon: tuple[int, int]
 ) -> None:
-    horizon, (first, second) = Horizon(inputs, cadence, 2, cadence), rounds
-    run_at = {first, *range(second, 60, cadence)}
-    expected = [5 + sum(at <= step for at in run_at) for step in range(11, 50)]
-    assert [horizon.version_at(step, horizon.idle) for step in range(11, 50)] == expected
-
-
-@pytest.mark.parametrize(
-    ("inputs", "cadence", "within"),
-    [
-        (AT_10, 1, [14, 15]),  # 10.25 + 3 ends within step 13; its rounds are at 14 and 15
-        (replace(AT_10, pace=ProductionPace(3.0, 0.5)), 1, [14]),  # a quick one is stale there, but later is too late
-        (replace(AT_10, pace=ProductionPace(0.5, 0.5)), 1, [11, 12]),
-        (replace(AT_10, pace=ProductionPace(0.5, 0.5), slowest_pace=ProductionPace(6.0, 6.0)), 1, [*range(11, 19)]),
-        (replace(AT_10, holds_production=True), 2, [15, 16, 17]),
-        (STAGED, 1, [14, 15, 16]),  # heard in 14, the next one begins at 15 and counts from 16
-    ],
-)  # fmt: skip
-def test_the_horizon_is_from_arrival_to_the_last_fresh_step(
-    inputs: PacerInputs, cadence: int, within: list[int]
-) -> None:
-    horizon = Horizon(inputs, cadence, 2, cadence)
-    assert [step for step in range(11, 40) if horizon.reaches(step)] == within
+    assert inputs.typical_steps is not None
+    assert replace(PACER, sync_every_steps=cadence).horizon(inputs, inputs.typical_steps) == horizon
 
 
 # --- what a rank measures, and what is out --------------------------------------------------------------
 
 
-def test_typical_is_the_median_and_quick_the_lower_decile_of_the_last_ones() -> None:
+def test_typical_is_the_median_of_the_last_ones() -> None:
     meter = ProductionMeter()
-    assert meter.pace is None
+    assert meter.typical_steps is None
     for steps in (9.0, 3.0, 4.0, 2.0, 5.0):
         meter.observe(steps)
-    assert meter.pace == ProductionPace(typical_steps=4.0, quick_steps=2.0)
+    assert meter.typical_steps == 4.0
     for _ in range(RECENT_PRODUCTIONS):
         meter.observe(2.0)
-    assert meter.pace == ProductionPace(2.0, 2.0)
-    assert ProductionPace(3.0, 1.0).slower(ProductionPace(2.0, 2.0)) == ProductionPace(3.0, 2.0)
+    assert meter.typical_steps == 2.0
 
 
 @given(
@@ -281,17 +203,17 @@ def test_typical_is_the_median_and_quick_the_lower_decile_of_the_last_ones() -> 
 def test_rollouts_make_packs_in_the_order_in_which_they_come(
     rollouts: list[tuple[int, float]], per_pack: float
 ) -> None:
-    packs, num_over = packs_of(rollouts, per_pack)
+    packs, over = packs_of(rollouts, per_pack)
     assert len(packs) == int(len(rollouts) / per_pack)
-    assert 0 <= num_over <= per_pack
+    assert 0 <= len(over) <= per_pack
     assert [pack.arrival for pack in packs] == sorted(pack.arrival for pack in packs)
     assert all(any(pack.version == version for version, _ in rollouts) for pack in packs)
 
 
 def test_a_pack_in_the_making_is_as_old_as_its_oldest_and_comes_with_its_last() -> None:
-    packs, num_over = packs_of([(3, 12.0), (1, 11.0), (2, 10.0), (3, 13.0), (3, 20.0)], 2.0)
+    packs, over = packs_of([(3, 12.0), (1, 11.0), (2, 10.0), (3, 13.0), (3, 20.0)], 2.0)
     assert [(pack.version, pack.arrival) for pack in packs] == [(1, 11.0), (3, 13.0)]
-    assert num_over == 1
+    assert over == (20.0,)
 
 
 def test_a_rollout_that_is_late_is_expected_after_as_long_again() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swift_stage2.errors import EngineUnavailable
 from swift_stage2.servers import batching
-from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
+from swift_stage2.servers.batching import BatchQueue
 
 DEADLINE_S = 60.0
 
@@ -63,22 +63,25 @@ def test_a_batch_waits_for_jobs_that_are_being_prepared(monkeypatch: pytest.Monk
     assert taken == [[Ask("a", 0), Ask("a", 1)]]
 
 
-def test_a_task_leaves_alone_and_in_its_turn() -> None:
+def test_a_task_runs_before_the_next_batch_or_when_the_engine_asks() -> None:
     queue = BatchQueue[Ask](max_batch_size=4)
     queue.put(Ask("a", 0))
-    queued = queue.put_task(lambda: "done")
+    first = queue.put_task(lambda: "done")
     assert queue.take() == [Ask("a", 0)]
-    task = queue.take()
-    assert isinstance(task, ExclusiveTask)
-    assert task is queued
-    task.run()
-    assert queued.future.result(timeout=0) == "done"
+    assert first.future.result(timeout=0) == "done"
+    second, withdrawn = queue.put_task(lambda: "later"), queue.put_task(int)
+    withdrawn.future.cancel()
+    queue.run_tasks()
+    assert second.future.result(timeout=0) == "later"
+    alone = queue.put_task(int)
+    assert queue.take() == []
+    assert alone.future.done()
 
 
 def test_closing_wakes_the_taker_and_refuses_what_comes_later() -> None:
     queue = BatchQueue[Ask](max_batch_size=4)
     thread, taken = take_in_thread(queue)
-    assert queue.close() == []
+    queue.close()
     thread.join(DEADLINE_S)
     assert taken == [None]
     for call in (lambda: queue.put(Ask("a")), lambda: queue.expect(1), lambda: queue.put_task(int)):

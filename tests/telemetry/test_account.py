@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cut_of, matched_of
+from builders import matched_of
 from ledger_run import LedgerRun, again
 
 from swift_stage2.records import MatchQuality, ReturnReason, Rollout, Sample, UnusedReason, VersionSpan
 from swift_stage2.telemetry.account import RankAccount, account_of
-from swift_stage2.telemetry.events import AnyEvent, Cut, Matched
+from swift_stage2.telemetry.events import AnyEvent
 
 Spoil = Callable[[list[AnyEvent]], Any]
 
@@ -37,16 +36,14 @@ def _good_run(directory: Path) -> list[AnyEvent]:
     return run.events()
 
 
-def _resumed_run(directory: Path) -> list[AnyEvent]:
-    """One sample whose rollout was aborted, resumed under the next version, and trained."""
+def _run_over_versions(directory: Path) -> list[AnyEvent]:
+    """One sample under whose rollout new weights came, and that was trained."""
     run = LedgerRun(directory)
     (key,) = keys = run.draw(1)
     run.ask(keys)
     spans = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
-    part = Rollout(Sample(key, {}), "said", (7, 8, 9), (2,), True, 3, "http://s", spans[:1])
-    run.log.write(cut_of(part))
-    run.ask(keys, server="http://t", version=2)
-    run.log.write(matched_of(replace(part, spans=spans), MatchQuality(1, 1, 1, 0.5, 0, 0)))
+    rollout = Rollout(Sample(key, {}), "said", (7, 8, 9), (2,), True, 3, "http://s", spans)
+    run.log.write(matched_of(rollout, MatchQuality(1, 1, 1, 0.5, 0, 0)))
     run.pack(keys)
     run.train(keys)
     return run.events()
@@ -196,10 +193,7 @@ POSITIONS = "no row is drawn at more positions of an epoch than it has"
         (_good_run, _with_key("drawn", 3, lambda _, key: (1, 0, *key[2:])), IN_ORDER),
         (_good_run, _with_key("drawn", 3, _first_row), POSITIONS),
         (_good_run, _without("start"), "a process's first record tells that it starts"),
-        (_resumed_run, _without("cut"), "a sample is sent once it was drawn"),
-        (_resumed_run, _double("cut"), "a sample is cut once it was answered"),
-        (_resumed_run, _without("sent", 1), "a sample is finished once it was sent"),
-        (_resumed_run, _with("matched", version=2), "a rollout is as old as its oldest token"),
+        (_run_over_versions, _with("matched", version=2), "a rollout is as old as its oldest token"),
         (_run_in_groups, _double("unused"), "a sample that was unused is not unused after it"),
         (_run_in_groups, _without("unused"), IN_HAND),
         (_run_in_groups, _without("matched", 3), "a sample is unused once it was matched"),
@@ -215,19 +209,6 @@ def test_a_broken_rule_is_found(
     spoil(records)
     assert rule in _rules(records)
     assert not account_of({0: records}).is_balanced
-
-
-def test_a_resumed_rollout_has_one_end_and_keeps_its_spans(tmp_path: Path) -> None:
-    records = _resumed_run(tmp_path)
-    found = _account(records)
-    assert found.violations == ()
-    assert (found.drawn, found.trained, found.num_cut, found.returned) == (1, 1, 1, {})
-    cut, matched = records[_at(records, "cut")], records[_at(records, "matched")]
-    assert isinstance(cut, Cut)
-    assert isinstance(matched, Matched)
-    assert (cut.num_tokens, cut.spans, matched.spans) == (3, ((1, 0, 3),), ((1, 0, 3), (2, 3, 5)))
-    until_cut = records[: _at(records, "cut") + 1]
-    assert _account(until_cut).in_hand == {"partial": 1}
 
 
 def test_rows_that_stand_at_several_positions_balance(tmp_path: Path) -> None:

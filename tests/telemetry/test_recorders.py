@@ -29,7 +29,7 @@ from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry import recorders
 from swift_stage2.telemetry.event_log import EventLog, read_events
-from swift_stage2.telemetry.events import Cut, FailedPosts, Match
+from swift_stage2.telemetry.events import FailedPosts, Match
 from swift_stage2.telemetry.metrics import Counters
 from swift_stage2.telemetry.recorders import PipelineRecorder, rows_to_keep
 from swift_stage2.telemetry.timing import PipelineActivity, Trace
@@ -73,21 +73,14 @@ def test_losses_are_counted(name: str, number: int, tell: Callable[[PipelineReco
     assert counters.snapshot()[name] == number
 
 
-def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path: Path) -> None:
-    path, counters = tmp_path / "rank0.jsonl", Counters()
-    pipeline = recorder(counters, EventLog(path))
-    part = replace(rollout(), token_ids=(1, 2, 3), spans=(VersionSpan(4, 0, 3),))
-    whole = replace(
-        part, token_ids=(1, 2, 3, 4), spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
-    )
-    pipeline.batch(BatchOutcome(partial=(part,), aborted=(part, part), rollouts=(whole, part)))
-    pipeline.count("tokens_partial_dropped", 3)
+def test_rollouts_that_new_weights_came_under_are_counted_with_what_they_kept() -> None:
+    counters = Counters()
+    spans = (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
+    over = replace(rollout(), token_ids=(1, 2, 3, 4), spans=spans)
+    alone = replace(rollout(), token_ids=(1, 2, 3), spans=(VersionSpan(4, 0, 3),))
+    recorder(counters).batch(BatchOutcome(rollouts=(over, alone)))
     numbers = counters.snapshot()
-    assert (numbers["rollouts_resumed"], numbers["rollouts_aborted"]) == (1, 2)
-    assert (numbers["tokens_kept"], numbers["tokens_aborted"], numbers["tokens_partial_dropped"]) == (3, 6, 3)
-    (cut,) = read_events(path)
-    assert isinstance(cut, Cut)
-    assert (cut.num_tokens, cut.spans) == (3, ((4, 0, 3),))
+    assert (numbers["rollouts_kept"], numbers["tokens_kept"]) == (1, 3)
 
 
 def test_requests_that_failed_are_told_with_their_cause(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ TAGS = {
         ver_current ver_lag drop_stale_total drop_oldest_total quarantined_total rollout_fail_total
         prefetch_success_total prefetch_last_progress_s_ago sync_pending sync_in_transfer sync_failed_total
         caught_up_total infer_inflight rollout_unconfirmed_total
-        rollout_resumed_total tokens_kept_total tokens_aborted_total tokens_partial_dropped_total
+        rollout_kept_total tokens_kept_total
         b_steps_skipped_total skipped/not_enough_packs_total skipped/truncation_guard_total
         skipped/servers_suspect_total skipped/pipeline_failed_total""",
     "packing": "fill_ratio segments tokens",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult, RequestSettings
 from swift_stage2.columns import given_by
-from swift_stage2.records import BatchOutcome, PostFailure, Rollout, Sample, VersionSpan
+from swift_stage2.records import BatchOutcome, PostFailure, Rollout, Sample
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.rollouts.server_client import ServerClient
@@ -137,9 +137,9 @@ class Batch:
         return result
 
     def _deliver(self, numbers: tuple[int, ...], result: PostResult) -> None:
-        rollouts, aborted = list[Rollout](), list[Rollout]()
-        answers = zip(result.completions, result.versions, strict=True)
-        for number, (completion, version) in zip(numbers, answers, strict=True):
+        rollouts = list[Rollout]()
+        answers = zip(result.completions, result.spans, strict=True)
+        for number, (completion, spans) in zip(numbers, answers, strict=True):
             rollout = Rollout(
                 sample=self._left.pop(number).sample,
                 text=completion.text,
@@ -148,17 +148,12 @@ class Batch:
                 truncated=completion.finish_reason == "length",
                 seed=result.seed if completion.seed is None else completion.seed,
                 server=self._server.base_url,
-                spans=(VersionSpan(version, 0, len(completion.token_ids)),),
+                spans=spans,
                 seconds=result.seconds,
                 **given_by(completion),
             )
-            # An aborted one leaves its sample to return.
-            (aborted if completion.finish_reason == "abort" else rollouts).append(rollout)
-        self._finish(
-            rollouts=tuple(rollouts),
-            returned=tuple(each.sample for each in aborted),
-            aborted=tuple(aborted),
-        )
+            rollouts.append(rollout)
+        self._finish(rollouts=tuple(rollouts))
 
     def _finish(self, **ends: Any) -> None:
         """Tells of some samples, and of all POSTs since it was told last."""

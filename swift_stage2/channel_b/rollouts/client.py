@@ -146,7 +146,7 @@ class RolloutClient:
 
     def confirms(self, rollout: Rollout) -> bool | None:
         """True if its server has proven the weights of ``rollout``; False if it never will; None until then."""
-        return self._servers[rollout.server].state.confirms(max(span.version for span in rollout.spans))
+        return self._servers[rollout.server].state.confirms(rollout.newest_version)
 
     def mark_suspect(self, server: str, reason: str) -> None:
         """``server`` is suspect: what it answered showed so later than the client could see."""

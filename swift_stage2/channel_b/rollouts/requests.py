@@ -12,7 +12,7 @@ from typing import Protocol
 from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.records import SampleKey
+from swift_stage2.records import SampleKey, VersionSpan
 from swift_stage2.servers.infer_wire import Completion
 
 _NUM_SEEDS = 2**31 - 1
@@ -39,7 +39,7 @@ class PostResult:
     end: PostEnd
     reason: str = ""
     completions: tuple[Completion, ...] = ()
-    versions: tuple[int, ...] = ()  # that made each completion
+    spans: tuple[tuple[VersionSpan, ...], ...] = ()  # of each completion
     seed: int = 0
     seconds: float = 0.0
     is_meant: bool = True

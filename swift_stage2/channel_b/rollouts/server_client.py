@@ -305,16 +305,16 @@ class ServerClient:
         return PostResult(end, f"{self.base_url}: the answer is not waited for any more")
 
     async def _believed(self, post: InFlightRequest, result: PostResult, version: int) -> PostResult:
-        """With the version that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
+        """With the versions that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
         run_id = self._client.run_id
-        versions = self.state.versions_of(post, result.completions, version=version, run_id=run_id)
+        spans = self.state.spans_of(post, result.completions, version=version, run_id=run_id)
         # Asked after the answer: a process that has replaced the proven one cannot have answered before the loss.
         asks = result.end is PostEnd.ANSWERED and not self.state.stamps
         if asks and await asyncio.to_thread(self._client.is_lost, self.base_url, version):
-            versions = f"the process that proved version {version} was lost; who answers is another"
-        if isinstance(versions, str):
-            return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {versions}")
-        return replace(result, versions=versions)
+            spans = f"the process that proved version {version} was lost; who answers is another"
+        if isinstance(spans, str):
+            return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {spans}")
+        return replace(result, spans=spans)
 
     async def settle(self) -> None:
         """Asks the ordered call until it answers or the server becomes suspect, within a request's time.

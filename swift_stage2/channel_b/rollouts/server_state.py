@@ -3,9 +3,9 @@
 A server is proven, suspect, or busy with abandoned POSTs. Invariant: a suspect server stays unproven until ``prove``.
 Its places and the learner write, so every change of more than one attribute holds a lock; any thread may read one.
 
-A server that is asked while new weights come answers with the version before or *ahead* with the new one, and its stamp
-tells which. So a POST may be answered with whatever the server served since the POST left, and a rollout that is ahead
-counts once this server has proven it. An ``InFlightRequest`` keeps what that is.
+A server that is asked while new weights come answers with the version before, *ahead* with the new one, or with tokens
+of both, and its stamp tells which. So a POST may be answered with whatever the server served since the POST left, and a
+rollout that is ahead counts once this server has proven it. An ``InFlightRequest`` keeps what that is.
 
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
@@ -18,10 +18,11 @@ import math
 import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.errors import PromptMismatch
-from swift_stage2.records import Rollout
+from swift_stage2.records import Rollout, VersionSpan
 from swift_stage2.servers.infer_wire import Completion
 
 
@@ -184,31 +185,40 @@ class ServerState:
         with self._lock:
             self._abandoned = {post for post in self._abandoned if post not in posts}
 
-    def versions_of(
+    def spans_of(
         self, post: InFlightRequest, completions: Sequence[Completion], *, version: int, run_id: str | None
-    ) -> tuple[int, ...] | str:
-        """The version that made each of a POST's answers, or why these cannot be of this run.
+    ) -> tuple[tuple[VersionSpan, ...], ...] | str:
+        """The versions that made each of a POST's answers, or why these cannot be of this run.
 
         A server that stamps does so always. Another one's are taken as they are, of the ticket's ``version``.
         """
+        found = list[tuple[VersionSpan, ...]]()
         with self._lock:
-            expected = post.may_answer
-            for completion in completions:
-                stamp = completion.run_id, completion.weight_version
-                if not self.stamps and stamp != (None, None):
+            expected = set(post.may_answer)
+        for completion in completions:
+            num_tokens = len(completion.token_ids)
+            told = completion.spans or ((completion.weight_version, num_tokens),)
+            if not self.stamps:
+                if (completion.run_id, told) != (None, ((None, num_tokens),)):
                     return "the server must be of the kind that it was, got answers that name their weights"
-                if not self.stamps:
-                    continue
-                if completion.weight_version not in expected or run_id not in (None, completion.run_id):
-                    return (
-                        "answers must be of weights that the server has proven in this run or takes now, got "
-                        f"weight_version={stamp[1]} run_id={stamp[0]!r} instead of "
-                        f"{' or '.join(map(str, sorted(expected)))}"
-                    )
-        return tuple(
-            version if completion.weight_version is None else completion.weight_version
-            for completion in completions
-        )
+                told = ((version, num_tokens),)
+            elif run_id not in (None, completion.run_id) or not expected.issuperset(each for each, _ in told):
+                return (
+                    "answers must be of weights that the server has proven in this run or takes now, got "
+                    f"weight_version={' or '.join(str(each) for each, _ in told)} run_id={completion.run_id!r} "
+                    f"instead of {' or '.join(map(str, sorted(expected)))}"
+                )
+            told = tuple(each for each in told if each[1]) or told[-1:]
+            ends = list(accumulate((each for _, each in told), initial=0))
+            if ends[-1] != num_tokens:
+                return f"an answer's spans must cover its {num_tokens} tokens, got {ends[-1]}"
+            found.append(
+                tuple(
+                    VersionSpan(each or 0, start, end)
+                    for (each, _), start, end in zip(told, ends[:-1], ends[1:], strict=True)
+                )
+            )
+        return tuple(found)
 
 
 def servers_at_fault(
