@@ -271,16 +271,16 @@ class Pipeline:
 
     def _split_confirmed(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
         """Those to go on with, longest here first; the others wait, or return if no round is going to prove them."""
-        looked_at, self._awaiting_confirmation = [*self._awaiting_confirmation, *arrived], []
-        confirmed, unconfirmed = [], []
-        for rollout in looked_at:
+        confirmed, unconfirmed, waiting = [], [], list[Rollout]()
+        for rollout in (*self._awaiting_confirmation, *arrived):
             answer = self.client.confirms(rollout)
             if answer is False:
                 unconfirmed.append(rollout.sample.key)
             elif answer and rollout.newest_version <= self.clock.current:
                 confirmed.append(rollout)
             else:
-                self._awaiting_confirmation.append(rollout)
+                waiting.append(rollout)
+        self._awaiting_confirmation = waiting  # at once: the learner's thread looks at it
         self.ends.unconfirmed(unconfirmed)
         return confirmed
 

@@ -355,6 +355,7 @@ class Ledger:
         """None waits for ever: not for samples that nobody asks for, nor for late ones."""
         mine, pipeline, groups = self.ranks[rank], b.pipeline, b.pipeline.groups
         if groups is None or pipeline.failure is not None or mine.producing or pipeline._stop._set:
+            mine.idle = None
             return
         self.counts["steps with groups waiting"] += bool(groups._waiting)
         longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)

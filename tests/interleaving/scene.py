@@ -633,7 +633,7 @@ class Scene:
 
         def next_finished(timeout_s: float) -> BatchOutcome | None:
             outcome = await_finished(timeout_s)
-            mine.producing = not pipeline._stop._set  # type: ignore[attr-defined]
+            mine.producing |= not pipeline._stop._set  # type: ignore[attr-defined]
             return outcome
 
         def heard_proven(arrived: Sequence[Rollout] = ()) -> list[Rollout]:
