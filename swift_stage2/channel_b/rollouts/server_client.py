@@ -1,7 +1,8 @@
 """One server as one rank asks it: a task per POST, each under one ticket of the server's fence.
 
-A server of ours gets a POST per request. Another one, and ours until a prompt of it was the learner's, gets one POST at
-a time, with what has gathered while the one before was out. A POST that was abandoned is settled (the server answered a
+A server of ours gets a POST per request, once a prompt of it was the learner's; until then a few go together, so that
+neither one odd row nor one long answer decides. Another one gets one POST at a time, with what has gathered while the
+one before was out. A POST that was abandoned is settled (the server answered a
 later ordered call), or the server becomes suspect. Lives on the client's event loop; what any thread may use says so.
 """
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _BUDGET_IN_TIMEOUTS = 2
 _SHORTEST_TIMEOUT_S = 1e-3
 _MOST_FAILURES = 3
+_FIRST_POST = 4
 
 
 def backlog(num_places: int) -> int:
@@ -97,7 +99,8 @@ class ServerClient:
         """Requests that a POST may carry."""
         if self.state.streams:
             return 1
-        return self._limit.within(self._client.max_inflight_per_server)
+        most = _FIRST_POST if self.state.stamps else self._client.max_inflight_per_server
+        return self._limit.within(most)
 
     @property
     def room(self) -> int:
