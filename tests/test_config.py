@@ -175,6 +175,7 @@ REFUSED: list[dict[str, Any]] = [
     ON_DISK | {f"{SYNC}.disk_directory": "weights"},
     # keys that are unknown, misplaced, retired or missing
     {f"{PREFETCH}.version_windw": 2},
+    {f"{SYNC}.on_pending": "wait"},
     {"stage2_abc": {}},
     {"b_ratio": 0.5},
     {"rollout.temperature": 0.5},
