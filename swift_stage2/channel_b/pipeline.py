@@ -118,7 +118,7 @@ class Pipeline:
         return ended
 
     def makes_stale(self, version: int) -> bool:
-        """Whether ``version`` makes too old what is at hand and fresh, in flight or waiting. On any thread."""
+        """Whether the pipeline holds rollouts or packs that are fresh now and stale at ``version``. On any thread."""
         versions = [each.version for each in self.attempts.open().values()]
         in_groups = self.groups.rollouts if self.groups is not None else ()
         versions += [each.version for each in (*self._awaiting_confirmation, *in_groups, *self._segments)]

@@ -154,7 +154,7 @@ class Engine(ABC):
 
     name: str
     installs_beside = True
-    """Whether ``install`` may be called while jobs are open; else they have settled, and none comes meanwhile."""
+    """Whether the slot may call ``install`` while jobs are open. Otherwise it lets all of them end first."""
 
     def __init__(self, model: str) -> None:
         self.model = model

@@ -196,7 +196,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether requests may run while weights change."""
+        """Whether vLLM can change weights under running requests: it says which weights sampled which tokens."""
         return hasattr(self.engine, "update_weight_version")
 
     @asynccontextmanager
@@ -211,7 +211,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
                 await self.engine.resume_generation()
 
     async def name_weights(self, stamp: WeightStamp) -> None:
-        """Whatever is sampled from now on is of these weights."""
+        """Has vLLM label every token that it samples from now on with these weights."""
         self._label = str(len(self._stamps))
         self._stamps[self._label] = stamp
         if self.keeps_requests:

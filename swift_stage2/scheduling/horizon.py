@@ -72,7 +72,7 @@ class PacerInputs:
     in_making: tuple[PackInMaking, ...] = ()
     """The packs that what was begun before is going to be."""
     typical_steps: float | None = None
-    """How long this rank's productions take; None before its first."""
+    """Median steps from a request of this rank to its pack in the queue; None before the first pack."""
     missed_in_a_row: int = 0
     """Wanted B steps in a row, up to now, at which this rank could not reserve."""
 

@@ -97,7 +97,7 @@ class Updates:
     health: HealthCheck
     sync: SyncConfig
     straggler_s: float
-    """What pushes have once another version is due."""
+    """Seconds that running pushes may still take once another version is due."""
     sync_every_steps: int
     on_lost: Callable[[int, int], object] = lambda server, version: None
     """Told of a server whose process has gone, and of the version that it had proven, as soon as that shows."""
