@@ -37,8 +37,12 @@ _ALL = (
             ),
             _LATENCY,
             Option("b-ratio", 1.0, "share of our steps that want rollouts", least=0.01, most=1),
-            Option("slow-share", 0.0, "share of the rollouts that wait ten times as long", least=0, most=1),
-            Option("sync-every-steps", 4, "steps between two of our rounds", least=1),
+            Option(
+                "slow-share", [0.0], "shares of the rollouts that wait ten times as long", least=0, most=1
+            ),
+            Option("sync-every-steps", [4], "least steps between two versions of ours", least=1),
+            Option("half-as-fast", False, "ours alone: beside one server, one half as fast, and both"),
+            Option("max-inflight", 64, "rollouts that each of our servers may have at once", least=1),
             _STEPS,
             _REPEATS,
         ),

@@ -51,6 +51,10 @@ class Arm:
     rows: Path
     num_steps: int
     ports: tuple[int, int]
+    more_ports: tuple[tuple[int, int], ...] = ()
+    """Of servers beside the first, for ours."""
+    max_inflight: int = 64
+    """Rollouts that each of our servers may have at once."""
     b_ratio: float = 0.0
     mode: Mode = Mode.ASYNC
     objective: Objective = Objective.CORRECTED_TARGET
@@ -89,7 +93,14 @@ def write_arm_config(arm: Arm) -> Path:
     if arm.b_ratio == 0:
         return write_job(job, arm.ports)
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
-    rollout: dict[str, Any] = {"sync": {"timeout_s": 60.0, "proof": "checksum"}}
+    rollout: dict[str, Any] = {
+        "servers": [
+            {"base_url": f"http://127.0.0.1:{port}", "group_port": group_port}
+            for port, group_port in (arm.ports, *arm.more_ports)
+        ],
+        "max_inflight_per_server": arm.max_inflight,
+        "sync": {"timeout_s": 60.0, "proof": "checksum"},
+    }
     if arm.objective is not Objective.CORRECTED_TARGET:
         rollout["num_generations"] = MICRO_BATCH
     channel_b = {"prefetch": arm.prefetch}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,6 @@ from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2 import config
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.events import Trained
-
-_PREFETCH = {"queue_limit": 16, "prefetch_target_packs": 16}
-"""At 5 steps/s of 2 packs each and a second from a request to its pack, 10 packs are in the making."""
 
 
 class LoopArm(StrEnum):
@@ -66,6 +63,8 @@ class LearnerLoop:
     """Main thread in a rollout call, or waiting for one."""
     in_push: float
     """Main thread in a push of weights or in a sync round."""
+    num_wanted: int
+    """Steps that were to train on rollouts."""
     num_rollout_steps: int
     """Steps that trained on rollouts; the others of ours trained channel A."""
     num_completions: int
@@ -89,12 +88,51 @@ class LearnerLoop:
         return 1 - (self.on_core + self.queued) / self.seconds
 
     @property
+    def completions_per_s(self) -> float:
+        return self.num_completions / self.seconds
+
+    @property
     def step_s_without_rollouts(self) -> float:
         """Mean seconds of a step less what it was in rollouts."""
         return (self.seconds - self.in_rollout) / self.num_steps
 
 
 Repetition = dict[LoopArm, LearnerLoop]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of a repetition: whose loop, how often it takes new weights, and beside which servers."""
+
+    loop: LoopArm
+    every: int
+    """Steps from one version to the next, of ours."""
+    slow_share: float = 0.0
+    latencies: tuple[float, ...] = (1.0,)
+    """One server per entry, whose rollouts wait so many times as long."""
+
+    @property
+    def is_peer(self) -> bool:
+        return self.loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
+
+    def __str__(self) -> str:
+        every = "" if self.is_peer else f", every {self.every}"
+        slow = f", {self.slow_share:.0%} slow" if self.slow_share else ""
+        servers = f", servers {' and '.join(f'{each:g}' for each in self.latencies)}"
+        return f"{self.loop}{every}{slow}{'' if self.latencies == (1.0,) else servers}"
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """The runs of a repetition, those that are compared beside each other."""
+    every, share = options.sync_every_steps[0], options.slow_share[0]
+    if options.half_as_fast:
+        both = ((1.0,), (2.0,), (1.0, 2.0))
+        return [Case(LoopArm.OURS, every, share, latencies) for latencies in both]
+    ours = [
+        Case(LoopArm.OURS, each, slow) for each in options.sync_every_steps for slow in options.slow_share
+    ]
+    peers = [Case(LoopArm.PEER, every, slow) for slow in options.slow_share]
+    return [*ours, *peers, *(Case(inline, every, share) for inline in INLINE_OF.values())]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -105,30 +143,34 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
     rows = write_rows(directory)
-    runs: dict[int, Repetition] = defaultdict(dict)
+    runs: dict[int, dict[Case, LearnerLoop]] = defaultdict(dict)
+    cases = cases_of(options)
     with BenchServers(directory / "logs") as servers:
+        wanted = {(case.is_peer, case.slow_share, each) for case in cases for each in case.latencies}
         ports = {
-            stock: start_stand_in(
-                servers, rows, options.latency_s, slow_share=options.slow_share, stock=stock
+            (stock, share, latency): start_stand_in(
+                servers, rows, options.latency_s * latency, slow_share=share, stock=stock
             )
-            for stock in (False, True)
+            for stock, share, latency in sorted(wanted)
         }
-        for number, loop in in_turns(LoopArm, options.repeats):
-            is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
-            name = f"{number}-{loop.name.lower()}"
+        for number, case in in_turns(cases, options.repeats):
+            name = f"{number}-{cases.index(case)}-{case.loop.name.lower()}"
+            first, *others = (ports[case.is_peer, case.slow_share, latency] for latency in case.latencies)
             arm = Arm(
                 name=name,
                 directory=directory / name,
                 rows=rows,
                 num_steps=options.steps,
-                ports=ports[is_peer],
-                b_ratio=0.0 if is_peer else options.b_ratio,
-                prefetch={**_PREFETCH, "sync_every_steps": options.sync_every_steps},
-                mode=config.Mode.INLINE if loop is LoopArm.OURS_INLINE else config.Mode.ASYNC,
+                ports=first,
+                more_ports=tuple(others),
+                b_ratio=0.0 if case.is_peer else options.b_ratio,
+                prefetch={"sync_every_steps": case.every, "queue_limit": None, "prefetch_target_packs": None},
+                mode=config.Mode.INLINE if case.loop is LoopArm.OURS_INLINE else config.Mode.ASYNC,
                 objective=config.Objective(options.objective),
+                max_inflight=options.max_inflight,
             )
-            runs[number][loop] = (_run_peer if is_peer else _run_ours)(servers, loop, arm)
-    publish(directory, "peer", *tables(list(runs.values())), note(options))
+            runs[number][case] = (_run_peer if case.is_peer else _run_ours)(servers, case.loop, arm)
+    publish(directory, "peer", *tables(cases, list(runs.values())), note(options))
     return 0
 
 
@@ -141,6 +183,7 @@ def _run_ours(processes: Processes, loop: LoopArm, arm: Arm) -> LearnerLoop:
         NUM_WARMUP,
         in_rollout=run.waited,
         in_push=sum(step.activity_ns.get("syncing", 0) for step in steps) / 1e9,
+        num_wanted=run.num_b_wanted,
         num_rollout_steps=run.num_b_run,
         num_completions=sum(
             len(each.samples) for each in records.events.of(Trained) if each.step >= NUM_WARMUP
@@ -157,6 +200,7 @@ def _run_peer(processes: Processes, loop: LoopArm, arm: Arm) -> LearnerLoop:
         NUM_WARMUP,
         in_rollout=since(clock, ROLLOUT_NS, NUM_WARMUP),
         in_push=since(clock, PUSH_NS, NUM_WARMUP),
+        num_wanted=num_steps,
         num_rollout_steps=num_steps,
         num_completions=COMPLETIONS_PER_STEP * num_steps,
         num_tokens=clock[TOKENS][-1] - clock[TOKENS][NUM_WARMUP - 1],
@@ -173,43 +217,56 @@ def share_of_bound(each: Repetition, arm: LoopArm, *, less_queued: bool = False)
     return bound_s * loop.num_steps / (loop.seconds - less_queued * loop.queued)
 
 
-def tables(repetitions: Sequence[Repetition]) -> list[ResultTable]:
-    """Waits and work of the main threads, and how much of each learner's own bound that is."""
-    loops = {str(arm): [each[arm] for each in repetitions] for arm in LoopArm}
-    num_steps = repetitions[0][LoopArm.OURS].num_steps
-    return [
-        spread_table(
-            f"Learners beside the same kind of server, {num_steps} steps after the warm-up: median (quartiles)",
-            "learner",
-            loops,
-            {
-                "idle, % of wall time": (1, lambda loop: 100 * loop.idle_share),
-                "in rollouts, ms/step": (0, lambda loop: 1e3 * loop.in_rollout / loop.num_steps),
-                "in weights, ms/step": (0, lambda loop: 1e3 * loop.in_push / loop.num_steps),
-                "step, ms": (0, lambda loop: 1e3 * loop.seconds / loop.num_steps),
-                "of it without a core, ms": (0, lambda loop: 1e3 * loop.queued / loop.num_steps),
-                "steps on rollouts, %": (1, lambda loop: 100 * loop.num_rollout_steps / loop.num_steps),
-                "completions trained, 1/s": (2, lambda loop: loop.num_completions / loop.seconds),
-                "supervised tokens, 1/s": (0, lambda loop: loop.num_tokens / loop.seconds),
-            },
-        ),
-        spread_table(
-            "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
-            "learner",
-            {str(arm): [(each, arm) for each in repetitions] for arm in INLINE_OF},
-            {
-                "bound, steps/s": (3, lambda it: 1 / it[0][INLINE_OF[it[1]]].step_s_without_rollouts),
-                "reached, steps/s": (3, lambda it: it[0][it[1]].num_steps / it[0][it[1]].seconds),
-                "of the bound": (3, lambda it: share_of_bound(*it)),
-                "less waits for a core": (3, lambda it: share_of_bound(*it, less_queued=True)),
-            },
-        ),
-    ]
+def tables(cases: Sequence[Case], repetitions: Sequence[Mapping[Case, LearnerLoop]]) -> list[ResultTable]:
+    """Waits and work of the main threads; and how much of each learner's own bound that is, where inline runs say."""
+    num_steps = repetitions[0][cases[0]].num_steps
+    loops = spread_table(
+        f"Learners beside the same kind of server, {num_steps} steps after the warm-up: median (quartiles)",
+        "learner",
+        {str(case): [(each, case) for each in repetitions] for case in cases},
+        {
+            "completions trained, 1/s": (2, lambda it: it[0][it[1]].completions_per_s),
+            "of the same without slow ones": (
+                3,
+                lambda it: (
+                    it[0][it[1]].completions_per_s
+                    / it[0].get(replace(it[1], slow_share=0.0), it[0][it[1]]).completions_per_s
+                ),
+            ),
+            "wanted steps on rollouts, %": (
+                1,
+                lambda it: 100 * it[0][it[1]].num_rollout_steps / it[0][it[1]].num_wanted,
+            ),
+            "idle, % of wall time": (1, lambda it: 100 * it[0][it[1]].idle_share),
+            "in rollouts, ms/step": (0, lambda it: 1e3 * it[0][it[1]].in_rollout / num_steps),
+            "in weights, ms/step": (0, lambda it: 1e3 * it[0][it[1]].in_push / num_steps),
+            "step, ms": (0, lambda it: 1e3 * it[0][it[1]].seconds / num_steps),
+            "of it without a core, ms": (0, lambda it: 1e3 * it[0][it[1]].queued / num_steps),
+            "supervised tokens, 1/s": (0, lambda it: it[0][it[1]].num_tokens / it[0][it[1]].seconds),
+        },
+    )
+    if not any(case.loop is LoopArm.OURS_INLINE for case in cases):
+        return [loops]
+    inline = [case for case in cases if case.loop in INLINE_OF.values()]
+    every, share = inline[0].every, inline[0].slow_share
+    alike = [{loop: each[Case(loop, every, share)] for loop in LoopArm} for each in repetitions]
+    bound = spread_table(
+        "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
+        "learner",
+        {str(Case(arm, every, share)): [(each, arm) for each in alike] for arm in INLINE_OF},
+        {
+            "bound, steps/s": (3, lambda it: 1 / it[0][INLINE_OF[it[1]]].step_s_without_rollouts),
+            "reached, steps/s": (3, lambda it: it[0][it[1]].num_steps / it[0][it[1]].seconds),
+            "of the bound": (3, lambda it: share_of_bound(*it)),
+            "less waits for a core": (3, lambda it: share_of_bound(*it, less_queued=True)),
+        },
+    )
+    return [loops, bound]
 
 
 def note(options: argparse.Namespace) -> str:
     return (
-        f"Every rollout waits {options.latency_s:g} s on average, {options.slow_share:.0%} of them ten times as long. "
-        f"Ours asks further ahead than GRPO's one step, and pushes weights every {options.sync_every_steps} steps; one "
-        "without ready packs trains channel A: read its idle share beside its steps on rollouts."
+        f"Every rollout waits {options.latency_s:g} s on average, slow ones ten times as long. Ours asks further ahead "
+        "than GRPO's one step. One without ready packs trains channel A: read its idle share beside its steps on "
+        "rollouts."
     )

@@ -37,7 +37,7 @@ def run_rewards(
             "lr_scheduler_type": "constant",
             **swift,
         },
-        grpo={"straggler_s": 30.0, "kl_weight": kl_weight},
+        grpo={"kl_weight": kl_weight},
         target=target or {},
     )
     written = yaml.safe_load(config.read_text())

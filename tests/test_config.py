@@ -176,6 +176,7 @@ REFUSED: list[dict[str, Any]] = [
     # keys that are unknown, misplaced, retired or missing
     {f"{PREFETCH}.version_windw": 2},
     {f"{SYNC}.on_pending": "wait"},
+    {"stage2_ab.channel_b.grpo.straggler_s": 30},
     {"stage2_abc": {}},
     {"b_ratio": 0.5},
     {"rollout.temperature": 0.5},

@@ -8,8 +8,7 @@ Advantages are those of GRPO (Shao et al., 2024, arXiv:2402.03300); without the 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, stdev
@@ -54,6 +53,8 @@ class ComparedGroup:
     unused: tuple[SampleKey, ...] = ()
     reason: UnusedReason | None = None
     reward_std: float = 0.0
+    seconds: float = 0.0
+    """Of the slowest rollout."""
     is_rest: bool = False
     """Others of it were compared before."""
 
@@ -103,12 +104,9 @@ class Groups:
     source: SampleSource
     clock: VersionClock
     version_window: int
-    now_s: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._waiting: dict[GroupId, list[Member]] = {}
-        self._since_s: dict[GroupId, float] = {}
-        self._taken_s = self.now_s()
         self._compared: dict[GroupId, set[SampleKey]] = {}
 
     @property
@@ -120,7 +118,6 @@ class Groups:
         group = self.source.group_of(rollout.sample.key)
         member = Member(rollout, scored.target.quality.reward[TOTAL], scored.target_reward)
         self._waiting.setdefault(group, []).append(member)
-        self._since_s[group] = self.now_s()
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -128,8 +125,7 @@ class Groups:
 
     def take_all(self) -> list[Rollout]:
         """The same, and they wait no longer."""
-        rollouts = self.rollouts
-        self._waiting, self._since_s = {}, {}
+        rollouts, self._waiting = self.rollouts, {}
         return rollouts
 
     def num_to_ask(self, coming: Collection[SampleKey]) -> int:
@@ -137,27 +133,21 @@ class Groups:
         missing = {key for group in self._waiting for key in self._missing(group)}
         return len(missing.difference(coming)) + self.source.num_to_whole_group
 
-    def take(self, *, may_come: bool = True) -> Iterator[ComparedGroup]:
-        """Groups that are whole, and those whose stragglers are not waited for any longer.
+    def take(self, *, is_last_call: bool = False) -> Iterator[ComparedGroup]:
+        """Groups that are whole; at the last call before new weights, also those that they would make too old.
 
-        Ends what is too old, and what has nothing to teach. Time in which no rollout ``may_come`` does not count.
+        Ends what is too old, and what has nothing to teach. What comes later of a group is compared by itself.
         """
-        now_s, before_s = self.now_s(), self._taken_s
-        self._taken_s = now_s
-        if not may_come:
-            self._since_s = {
-                group: min(now_s, since_s + now_s - before_s) for group, since_s in self._since_s.items()
-            }
         self._drop_stale()
-        for group in [group for group in self._waiting if self._is_ready(group)]:
+        for group in [group for group in self._waiting if self._is_ready(group, is_last_call)]:
             members = self._waiting.pop(group)
-            del self._since_s[group]
             is_rest = group in self._compared
             self._compared.setdefault(group, set()).update(m.rollout.sample.key for m in members)
             compared = compare(members, self.settings, is_rest=is_rest)
             if compared.reason is not None:
                 self.ends.unused(compared.unused, compared.reason)
-            yield replace(compared, is_rest=is_rest)
+            seconds = max(member.rollout.seconds for member in members)
+            yield replace(compared, seconds=seconds, is_rest=is_rest)
         for group in list(self._compared):
             if self.source.is_drawn(group) and not self.source.members_of(group):
                 del self._compared[group]
@@ -184,13 +174,15 @@ class Groups:
             self.ends.dropped(stale, ReturnReason.STALE)
             self._waiting[group] = [each for each in members if each.rollout.sample.key not in stale]
             if not self._waiting[group]:
-                del self._waiting[group], self._since_s[group]
+                del self._waiting[group]
 
-    def _is_ready(self, group: GroupId) -> bool:
+    def _is_ready(self, group: GroupId, is_last_call: bool) -> bool:
         if self.source.is_drawn(group) and not self._missing(group):
             return True
-        is_late = self.now_s() - self._since_s[group] >= self.settings.grpo.straggler_s
-        return is_late and len(self._waiting[group]) >= self.settings.grpo.min_group
+        members = self._waiting[group]
+        oldest = min(member.rollout.version for member in members)
+        is_next_fresh = is_fresh(oldest, current=self.clock.current + 1, window=self.version_window)
+        return is_last_call and not is_next_fresh and len(members) >= self.settings.grpo.min_group
 
     def _missing(self, group: GroupId) -> set[SampleKey]:
         """Those of a group that were drawn and may still come."""

@@ -76,7 +76,12 @@ class Pipeline:
         self._drop = self.ends.dropped if self.groups is None else self.groups.drop
         self._view: StepView | None = None
         self._production = ProductionController(
-            self.pacer, self.queue, self.clock, self.attempts, self.packing.packing_length
+            self.pacer,
+            self.queue,
+            self.clock,
+            self.attempts,
+            self.packing.packing_length,
+            self.source.group_of if self.groups is not None else None,
         )
         self._used_up_for: StepView | None = None  # it waits for no more groups
         self._num_evaluating = 0  # asked for an evaluation, and not come back
@@ -188,9 +193,10 @@ class Pipeline:
         if any(was_fruitful) or not was_fruitful:
             self._ask(confirmed)
         self._match(confirmed)
-        self._encode_groups(may_come=self.client.is_open and not self._awaiting_confirmation)
+        self._encode_groups()
         self._pack_what_is_ready()
-        for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
+        posts = {(rollout.server, rollout.seconds) for rollout in confirmed} if self.groups is None else set()
+        for _, seconds in sorted(posts):
             self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
             self._go_on_to(PipelineActivity.EVALUATING, "scores an evaluation's answers")
@@ -225,9 +231,8 @@ class Pipeline:
         if view is None or view.max_prompts == 0:
             return
         here = [*self._awaiting_confirmation, *confirmed]
-        waiting = self.groups.rollouts if self.groups is not None else ()
-        versions = [rollout.version for rollout in (*here, *waiting)]
-        num_wanted = self._production.num_samples(view, versions, self._segments)
+        waiting = [*here, *(self.groups.rollouts if self.groups is not None else ())]
+        num_wanted = self._production.num_samples(view, waiting, self._segments)
         if self.groups is not None and view.num_demanded != 0:
             coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
             num_wanted = max(num_wanted, self.groups.num_to_ask(coming))
@@ -316,10 +321,13 @@ class Pipeline:
             else:
                 self._keep(rollout, found)
 
-    def _encode_groups(self, *, may_come: bool) -> None:
+    def _encode_groups(self) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
-        for group in self.groups.take(may_come=may_come) if self.groups else ():
-            self._production.compared(self._view, yields_nothing=not group.trained, is_rest=group.is_rest)
+        view = self._view
+        is_last_call = view is not None and view.is_last_call
+        for group in self.groups.take(is_last_call=is_last_call) if self.groups else ():
+            self._production.measured(view, group.seconds)
+            self._production.compared(view, yields_nothing=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue
             self.events.compared(group.trained, group.reward_std)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.ready_queue import ReadyQueue
-from swift_stage2.records import Segment
+from swift_stage2.records import Rollout, SampleKey, Segment
 from swift_stage2.scheduling.horizon import (
     Pacer,
     PacerInputs,
@@ -38,6 +38,8 @@ class ProductionController:
     clock: VersionClock
     attempts: Attempts
     packing_length: int
+    group_of: Callable[[SampleKey], Hashable] | None = None
+    """Of rollouts that wait for each other; None: none does."""
 
     def __post_init__(self) -> None:
         self._meter = ProductionMeter()
@@ -74,22 +76,26 @@ class ProductionController:
     def asked(self) -> None:
         self._last_version_asked = self.clock.current
 
-    def num_samples(self, view: StepView, here: Sequence[int], segments: Sequence[Segment]) -> int:
-        """Samples to ask for. ``here`` are the versions of rollouts that have come and are not prepared yet.
+    def num_samples(self, view: StepView, here: Sequence[Rollout], segments: Sequence[Segment]) -> int:
+        """Samples to ask for. ``here`` have come and are not prepared yet, or wait for others of their group.
 
         Segments that fit into one pack fill the next one, and are none by themselves. Of more, packs are in the making:
         they wait for room in the queue, or for a step that lacks them, and not for a rollout that fills one better.
         """
-        attempts = self.attempts.open().values()
+        attempts = self.attempts.open()
         if view.paused and (attempts or here or self._last_version_asked == self.clock.current):
             return 0
         state = self._state(view)
         are_packs = sum(segment.num_tokens for segment in segments) > self.packing_length
         of_segments = [segment.version for segment in segments] if are_packs else []
-        coming = [(version, state.position) for version in (*here, *of_segments)]
-        for attempt in attempts:
-            version = state.current_version if attempt.version is None else attempt.version
-            coming.append((version, view.arrival(state, attempt.sent_s)))
+        rollouts = [(rollout.sample.key, rollout.version) for rollout in here]
+        arrivals: dict[Hashable, float] = {}  # of the last of every group
+        for key, attempt in attempts.items():
+            rollouts.append((key, state.current_version if attempt.version is None else attempt.version))
+            arrival = view.arrival(state, attempt.sent_s)
+            arrivals[self._group(key)] = max(arrival, arrivals.get(self._group(key), arrival))
+        coming = [(version, state.position) for version in of_segments]
+        coming += [(version, arrivals.get(self._group(key), state.position)) for key, version in rollouts]
         in_making, over = packs_of(coming, self._segments_per_pack)
         # One that is late is not waited for: what is asked for now comes sooner.
         num_left = sum(arrival <= view.arrival(state, None) for arrival in over)
@@ -147,6 +153,9 @@ class ProductionController:
             self._is_over = True
             self._changed.notify_all()
 
+    def _group(self, key: SampleKey) -> Hashable:
+        return key if self.group_of is None else self.group_of(key)
+
     def _num_packs(self, view: StepView, state: PacerInputs) -> int:
         if view.num_demanded is None:
             return self.pacer.decide(state)
@@ -163,4 +172,5 @@ class ProductionController:
             current_version=self.clock.current,
             ready_versions=self.queue.peek_versions(),
             typical_steps=self._meter.typical_steps,
+            slow_steps=self._meter.slow_steps,
         )

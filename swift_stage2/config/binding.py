@@ -21,6 +21,7 @@ S = TypeVar("S")
 _STRICT = ConfigDict(strict=True, extra="forbid")
 _LONGEST_SHOWN = 120
 _GONE = dict.fromkeys(("on_pending", "max_resumes"), "remove it: answers that run survive new weights")
+_GONE["grpo.straggler_s"] = "remove it: a group waits until new weights can wait no longer"
 
 
 def bind(section: type[S], data: Mapping[str, Any], *, place: str = "") -> S:
@@ -79,11 +80,14 @@ def _unknown_key(section: type, key: str, above: Sequence[int | str], around: st
     known, parent = dict(_all_keys(section)), _pattern(above)
     where = f"in section {around}" if around else "at the top level"
     valid = tuple(path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == parent)
-    remedy = _GONE.get(key, f"its keys are {', '.join(valid)}")
-    if elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
+    if gone := _GONE.get(key) or _GONE.get(f"{parent.rpartition('.')[2]}.{key}"):
+        remedy = gone
+    elif elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
         remedy = f"it belongs at {' or '.join(map(repr, elsewhere))}"
-    elif key not in _GONE and (near := closest(key, valid)):
+    elif near := closest(key, valid):
         remedy = f"did you mean {near!r}?"
+    else:
+        remedy = f"its keys are {', '.join(valid)}"
     return ConfigError(f"unknown key {key!r} {where}", remedy=remedy)
 
 

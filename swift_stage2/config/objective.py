@@ -56,9 +56,6 @@ class RewardConfig:
 class GrpoConfig:
     min_group: Annotated[int, Field(ge=2)] = 2
     """Rollouts of one row that are compared at least; of a smaller group nothing is trained."""
-    straggler_s: Positive = 60.0
-    """Seconds without another rollout after which a group of at least ``min_group`` waits for no more; what comes later
-    is compared by itself, or unused if that is fewer."""
     scale_by_std: bool = True
     """True divides every advantage by the standard deviation of the rewards in its group."""
     proximal: Proximal = Proximal.CURRENT

@@ -336,6 +336,7 @@ class Learner:
             if num_proven
             else 0,
             paused=self._paused,
+            is_last_call=b.schedule.is_last_call(step),
             num_demanded=num_demanded,
         )
 

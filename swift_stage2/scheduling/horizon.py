@@ -18,21 +18,25 @@ from statistics import median
 from swift_stage2.scheduling.bresenham import next_wanted_step
 from swift_stage2.scheduling.version_clock import is_fresh
 
-RECENT_PRODUCTIONS = 16
+RECENT_PRODUCTIONS = 32
+ON_TIME = 0.9
 MISSES_BEFORE_CATCHING_UP = 2
 
 
 class ProductionMeter:
-    """Remembers the last 16 productions of one rank. One writer, the rank's pipeline."""
+    """Remembers the last 32 productions of one rank, of rollouts or whole groups. One writer, its pipeline."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=RECENT_PRODUCTIONS)
         self.typical_steps: float | None = None
-        """Their median, from a request to its pack in the queue; None before the first. Safe from any thread."""
+        """Their median, from a request to its pack in the queue; None before the first."""
+        self.slow_steps: float | None = None
+        """Within which nine in ten of them were there."""
 
     def observe(self, steps: float) -> None:
         self._steps.append(steps)
-        self.typical_steps = median(self._steps)
+        ordered = sorted(self._steps)
+        self.typical_steps, self.slow_steps = median(ordered), ordered[int(ON_TIME * len(ordered))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +77,20 @@ class PacerInputs:
     """The packs that what was begun before is going to be."""
     typical_steps: float | None = None
     """Median steps from a request of this rank to its pack in the queue; None before the first pack."""
+    slow_steps: float | None = None
+    """Steps within which nine in ten are there; None: the median is all that is known."""
     missed_in_a_row: int = 0
     """Wanted B steps in a row, up to now, at which this rank could not reserve."""
-
-    @property
-    def position(self) -> float:
-        """Now, in steps."""
-        return self.step + self.progress
 
     @property
     def versions_at_hand(self) -> tuple[int, ...]:
         """Of the packs that are ready or in the making."""
         return (*self.ready_versions, *(pack.version for pack in self.in_making))
+
+    @property
+    def position(self) -> float:
+        """Now, in steps."""
+        return self.step + self.progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,8 @@ class StepView:
     paused: bool
     num_demanded: int | None = None
     """In mode inline: packs that are to be ready, and nothing beyond them. None: the pacer says how many."""
+    is_last_call: bool = False
+    """New weights begin within a cadence, whatever they make too old."""
 
     @property
     def progress(self) -> float:
@@ -130,7 +138,7 @@ class Pacer:
     version_window: int
     sync_every_steps: int
     target_packs: int
-    """``prefetch_target_packs``: the most packs at hand that are of use."""
+    """``prefetch_target_packs``: the packs that should be ready, beside those that are trained as they come."""
     packs_per_b_step: int
     """``gradient_accumulation_steps``."""
 
@@ -138,15 +146,16 @@ class Pacer:
         """Returns the number of packs to start now, those already in the making not counted.
 
         Those that the wanted steps within the horizon lack. Before the first measurement, and after two wanted steps
-        without packs, it fills up to the target. While new weights wait the answer holds for a start right after them,
-        so the caller can wait for its ticket; it should ask again with the ticket in hand.
+        without packs, it fills up to the target at least. While new weights wait the answer holds for a start right
+        after them, so the caller can wait for its ticket; it should ask again with the ticket in hand.
         """
         if self.b_ratio == 0:
             return 0
         room = max(0, self.target_packs - self._num_fresh(inputs, inputs.versions_at_hand))
-        if inputs.typical_steps is None or inputs.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP:
+        if inputs.typical_steps is None:
             return room
-        return min(room, self._num_lacking(inputs, inputs.typical_steps))
+        num_lacking = self._num_lacking(inputs, inputs.typical_steps)
+        return max(room, num_lacking) if inputs.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP else num_lacking
 
     def is_starving(self, inputs: PacerInputs) -> bool:
         """Say whether fewer fresh packs are ready than a B step needs."""
@@ -155,13 +164,16 @@ class Pacer:
     def horizon(self, inputs: PacerInputs, typical_steps: float) -> tuple[int, int]:
         """The first and the last step for which a pack that is begun now is of use.
 
-        The last is that to which the versions of the window last, or, where production takes long, the one that the
-        production after this one can serve first.
+        The last is that to which the versions of the window last, or, where production takes long, the one that a slow
+        production after this one can serve first; and no later than the target lasts from its arrival.
         """
         start = inputs.step + 1 if inputs.holds_production else inputs.position
         first = math.floor(start + typical_steps) + 1
         lasts = max(1, self.version_window) * self.sync_every_steps
-        return first, max(first + math.ceil(typical_steps), math.floor(inputs.position + lasts))
+        slow_steps = typical_steps if inputs.slow_steps is None else inputs.slow_steps
+        last = max(first + math.ceil(slow_steps), math.floor(inputs.position + lasts))
+        stock = math.ceil(self.target_packs / (self.packs_per_b_step * self.b_ratio))
+        return first, min(last, math.floor(start + slow_steps) + stock)
 
     def _num_fresh(self, inputs: PacerInputs, versions: Iterable[int]) -> int:
         return sum(self._is_fresh(inputs, version) for version in versions)

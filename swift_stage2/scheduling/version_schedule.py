@@ -17,6 +17,7 @@ class VersionSchedule:
     where it would make stale what is at hand."""
 
     sync_every_steps: int
+    most_cadences: int = MOST_CADENCES
     begun: int = 0
     """The version that was begun last; 0 before the first."""
     begun_step: int | None = None
@@ -33,7 +34,12 @@ class VersionSchedule:
     @property
     def most_steps(self) -> int:
         """From one version to the next, as far as what is at hand decides: 16 times ``sync_every_steps``."""
-        return MOST_CADENCES * self.sync_every_steps
+        return self.most_cadences * self.sync_every_steps
+
+    def is_last_call(self, step: int) -> bool:
+        """Whether the next version begins within a cadence, whatever it makes stale."""
+        due = self.most_steps - self.sync_every_steps
+        return self.begun_step is not None and step - self.begun_step >= due
 
     def is_due(self, step: int, *, any_proven: bool, server_waits: bool, makes_stale: bool = False) -> bool:
         """Whether a version should begin at the start of ``step``; it stays pending until it begins.

@@ -85,6 +85,7 @@ def _loop(*, wall: float = 2.0, in_rollout: float = 0.0) -> LearnerLoop:
         4,
         in_rollout=in_rollout,
         in_push=0.6,
+        num_wanted=4,
         num_rollout_steps=3,
         num_completions=60,
         num_tokens=6000,

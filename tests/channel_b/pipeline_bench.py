@@ -301,7 +301,6 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
         num_generations: int = 1,
         groups: GroupSettings | None = None,
         redraw_dropped: bool = True,
-        now_s: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> Bench:
         clock = VersionClock()
@@ -339,7 +338,7 @@ def make_bench(encoder: Encoder, server_encoder: Encoder, rows: Rows) -> Iterato
             "preprocessor": Preprocessor(encoder, make_task()),
         }
         if groups is not None:
-            settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)
+            settings["groups"] = Groups(ends, groups, source, clock, WINDOW)
         pipeline = Pipeline(
             source=source,
             client=client,  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ from swift_stage2.scheduling.version_clock import VersionClock
 NUM_ROWS = 5
 WINDOW = 1
 MAX_ATTEMPTS = 3
-STRAGGLER_S = 10.0
 
 
 def rollout_of(key: SampleKey, version: int = 0) -> Rollout:
@@ -40,7 +39,7 @@ def members_of(rewards: Sequence[float], target_reward: float | None = None) -> 
 
 
 def settings_of(objective: Objective = Objective.GRPO, **grpo: Any) -> GroupSettings:
-    return GroupSettings(objective, GrpoConfig(straggler_s=STRAGGLER_S, **grpo))
+    return GroupSettings(objective, GrpoConfig(**grpo))
 
 
 def advantages_of(group: ComparedGroup) -> list[tuple[float, ...]]:
@@ -157,19 +156,17 @@ class Lives(RuleBasedStateMachine):
     def begin(self, num_generations: int, min_group: int, objective: Objective, redraw: bool) -> None:
         self.num_generations, self.min_group = num_generations, min(min_group, num_generations)
         self.objective, self.redraw = objective, redraw
-        self.clock, self.now_s = VersionClock(), 0.0
+        self.clock = VersionClock()
         self.in_flight: list[SampleKey] = []
         self.passed_on: list[SampleKey] = []
         self.ended: Counter[tuple[int, int]] = Counter()
         self.compared: set[SampleKey] = set()
         self.compared_groups: set[tuple[int, int]] = set()
-        self.since_s: dict[tuple[int, int], float] = {}
         self.num_drawn = 0
         self.open(source_of(num_generations))
 
     def open(self, source: SampleSource) -> None:
         """A process begins."""
-        self.taken_s = self.now_s
         self.source = source
         settle = source.settle_unused
 
@@ -189,7 +186,6 @@ class Lives(RuleBasedStateMachine):
             source=source,
             clock=self.clock,
             version_window=WINDOW,
-            now_s=lambda: self.now_s,
         )
 
     def count(self, name: str, amount: int) -> None:
@@ -230,7 +226,6 @@ class Lives(RuleBasedStateMachine):
         quality = SimpleNamespace(reward={"total": reward})
         scored: Any = SimpleNamespace(target=SimpleNamespace(quality=quality), target_reward=None)
         self.groups.add(rollout_of(key, version), scored)
-        self.since_s[self.group_of(key)] = self.now_s
 
     @rule(data=st.data(), one_is_late=st.booleans())
     def pass_a_group_on(self, data: st.DataObject, one_is_late: bool) -> None:
@@ -238,10 +233,10 @@ class Lives(RuleBasedStateMachine):
         self.draw(self.num_generations + self.source.num_to_whole_group)
         late = [self.in_flight.pop()] if one_is_late else []
         for key in self.in_flight:
-            self.add(key, data.draw(st.sampled_from([0.0, 1.0])), self.clock.current)
+            age = one_is_late * min(WINDOW, self.clock.current)
+            self.add(key, data.draw(st.sampled_from([0.0, 1.0])), self.clock.current - age)
         self.in_flight = late
-        self.now_s += STRAGGLER_S * one_is_late
-        self.take(may_come=True)
+        self.take(is_last_call=one_is_late)
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
@@ -260,33 +255,27 @@ class Lives(RuleBasedStateMachine):
     def commit_round(self) -> None:
         self.clock.advance()
 
-    @rule(seconds=st.sampled_from([1.0, STRAGGLER_S]))
-    def pass_time(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    @rule(may_come=st.booleans())
-    def take(self, may_come: bool) -> None:
+    @rule(is_last_call=st.booleans())
+    def take(self, is_last_call: bool) -> None:
         oldest = self.clock.current - WINDOW
         here: dict[tuple[int, int], list[SampleKey]] = {}
+        at_the_edge = set()
         self.num_stale, num_waiting = 0, len(self.groups.rollouts)
         for rollout in self.groups.rollouts:
             if rollout.version >= oldest:
                 here.setdefault(self.group_of(rollout.sample.key), []).append(rollout.sample.key)
+                at_the_edge |= {self.group_of(rollout.sample.key)} if rollout.version == oldest else set()
         num_fresh = sum(map(len, here.values()))
-        closed_s = 0.0 if may_come else self.now_s - self.taken_s
-        self.taken_s = self.now_s
-        self.since_s = {group: min(self.now_s, self.since_s[group] + closed_s) for group in here}
-        taken = self.groups.take(may_come=may_come)
+        taken = self.groups.take(is_last_call=is_last_call)
         found = {self.group_of(group.trained[0].sample.key): group for group in taken if group.trained}
         assert self.num_stale == num_waiting - num_fresh
         still = {self.group_of(rollout.sample.key) for rollout in self.groups.rollouts}
         for group, keys in here.items():
-            is_late = self.now_s - self.since_s[group] >= STRAGGLER_S and len(keys) >= self.min_group
-            is_compared = is_late or not self.to_come(group, keys)
+            goes_on = is_last_call and group in at_the_edge and len(keys) >= self.min_group
+            is_compared = goes_on or not self.to_come(group, keys)
             assert (group not in still) == is_compared, "when it waits for nothing more, and no sooner"
             if is_compared:
                 self.look_at(found.pop(group, None), keys)
-                del self.since_s[group]
         assert not found
 
     def to_come(self, group: tuple[int, int], here: Sequence[SampleKey]) -> bool:
@@ -350,7 +339,7 @@ class Lives(RuleBasedStateMachine):
             return
         state = json.loads(json.dumps(self.source.state_dict()))
         assert state["outstanding"] == sorted(state["outstanding"])
-        self.in_flight, self.passed_on, self.since_s, self.compared = [], [], {}, set()
+        self.in_flight, self.passed_on, self.compared = [], [], set()
         self.compared_groups = set()
         source = source_of(self.num_generations)
         source.load_state_dict(state)
@@ -383,7 +372,7 @@ class Lives(RuleBasedStateMachine):
             for key in self.in_flight:
                 self.add(key, 0.0, self.clock.current)
             self.in_flight = []
-            self.take(may_come=True)
+            self.take(is_last_call=False)
             if not (num := self.groups.num_to_ask(())):
                 break
             self.draw(num)

@@ -20,8 +20,6 @@ from swift_stage2.telemetry.events import Returned
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
-STRAGGLER_S = 30.0
-
 
 def is_good(sample: Sample) -> bool:
     return sample.key.position % 2 == 0
@@ -34,12 +32,10 @@ def num_unused(bench: Bench) -> dict[str, int]:
 
 
 class GroupBench:
-    """A bench whose every second rollout of a row is the right answer, and whose clock stands still."""
+    """A bench whose every second rollout of a row is the right answer."""
 
     def __init__(self, make_bench: MakeBench, num_generations: int = 3, **changes: Any) -> None:
-        self.now_s = 0.0
-        settings = GroupSettings(Objective.GRPO, GrpoConfig(straggler_s=STRAGGLER_S))
-        changes = {"groups": settings, "now_s": lambda: self.now_s, "limit": 40} | changes
+        changes = {"groups": GroupSettings(Objective.GRPO, GrpoConfig()), "limit": 40} | changes
         self.bench = make_bench(num_generations=num_generations, **changes)
         self.is_good = is_good
         self.bad_of: Callable[[str], str] = lambda good: "[]"
@@ -170,7 +166,7 @@ def test_a_step_that_waits_has_its_groups_ended(
 # --- members that fall out ---------------------------------------------------------------------------
 
 
-def test_a_group_does_not_wait_for_stragglers_beyond_its_time_and_what_comes_later_is_unused(
+def test_a_group_waits_for_its_last_rollout_until_new_weights_wait_no_longer_and_the_rest_is_unused(
     make_bench: MakeBench,
 ) -> None:
     scene = GroupBench(make_bench)
@@ -178,10 +174,15 @@ def test_a_group_does_not_wait_for_stragglers_beyond_its_time_and_what_comes_lat
     bench.client.answer = scene.all_but(2)
     bench.observe(max_prompts=3)
     scene.work_until(lambda: scene.waiting == {0, 1})
-    scene.now_s = STRAGGLER_S - 0.1
+    bench.observe(max_prompts=3, is_last_call=True)
+    bench.work()
+    assert bench.events.compared_groups == [], "the next version makes none of them too old"
+    for _ in range(WINDOW):
+        bench.clock.advance()
+    bench.observe(max_prompts=3)
     bench.work()
     assert bench.events.compared_groups == []
-    scene.now_s = STRAGGLER_S
+    bench.observe(max_prompts=3, is_last_call=True)
     bench.work()
     (group,) = bench.events.compared_groups
     assert [rollout.sample.key.position for rollout in group] == [0, 1]

@@ -51,10 +51,9 @@ class RankLedger:
         self.quarantined: set[Place] = set()
         self.unused: set[Place] = set()
         self.compared: set[SampleKey] = set()
-        self.since: dict[Place, float] = {}  # of groups: when the last came that may not be compared yet
-        self.checked_s = 0.0
-        self.open_s = 0.0  # seconds in which a rollout could come, as far as steps saw
-        self.waits: dict[Place, tuple[float, float]] = {}  # of groups: ``since``, and ``open_s`` then
+        self.groups: Groups | None = None
+        self.is_last_call = False  # when groups were looked through last
+        self.called_s: dict[Place, float] = {}  # groups that the last call is for, and since when
         self.num_begun = 0  # rollouts
         self.idle: tuple[int, int, float] | None = None
         """Rollouts begun and samples returned when groups waited for nobody, and since when."""
@@ -287,7 +286,13 @@ class Ledger:
 
     def watch_groups(self, rank: int, groups: Groups, source: SampleSource) -> None:
         """Looks from now on how many samples it says that nobody gives: no more and no fewer than there are."""
-        num_to_ask, again = groups.num_to_ask, source._again
+        num_to_ask, take, again = groups.num_to_ask, groups.take, source._again
+        mine = self.ranks[rank]
+        mine.groups = groups
+
+        def take_and_know(*, is_last_call: bool) -> Any:
+            mine.is_last_call = is_last_call
+            return take(is_last_call=is_last_call)
 
         def num_missing() -> int:
             returned = sum(source.group_of(key) in groups._waiting for key in again)
@@ -301,21 +306,19 @@ class Ledger:
                 )
             return said
 
-        groups.num_to_ask = look  # type: ignore[method-assign]
-
-    def matched(self, rank: int, rollout: Rollout) -> None:
-        self.ranks[rank].since[self._group(rollout.sample.key)] = active().now
+        groups.num_to_ask, groups.take = look, take_and_know  # type: ignore[method-assign]
 
     def watch_comparisons(self, compare: Callable[..., Any]) -> Callable[..., Any]:
         """``compare`` that looks first: once per rollout, all of a row, and none that may still come in time."""
 
         def look_first(members: Sequence[Member], settings: GroupSettings, **more: bool) -> Any:
-            self._compares([member.rollout.sample.key for member in members])
+            self._compares([member.rollout for member in members])
             return compare(members, settings, **more)
 
         return look_first
 
-    def _compares(self, keys: Sequence[SampleKey]) -> None:
+    def _compares(self, rollouts: Sequence[Rollout]) -> None:
+        keys = [rollout.sample.key for rollout in rollouts]
         rank = next(
             n for n, source in enumerate(self._sources) if source._outstanding.get(_place(keys[0])) == keys[0]
         )
@@ -338,14 +341,18 @@ class Ledger:
             if place >= (source._epoch, source._position)
             or (source._outstanding.get(place, keys[0]) not in mine.compared and place not in dropped)
         ]
-        waited_s = active().now - mine.since[epoch, first]
-        is_late = waited_s >= self.setting.group_straggler_s - 1e-6
-        self.counts["groups compared late"] += bool(to_come)
-        if to_come and not is_late:
+        self.counts["groups compared at the last call"] += bool(to_come)
+        if to_come and not (mine.is_last_call and self._is_at_the_edge(mine.groups, rollouts)):
             _fail(
                 f"rank {rank}: {len(keys)} rollouts of a row are compared, and {len(to_come)} more may still come"
             )
-        del mine.since[epoch, first]
+
+    def _is_at_the_edge(self, groups: Groups | None, rollouts: Sequence[Rollout]) -> bool:
+        """Whether the next version makes one of them too old."""
+        assert groups is not None
+        return (
+            min(rollout.version for rollout in rollouts) <= groups.clock.current - self.setting.version_window
+        )
 
     def _group(self, key: SampleKey) -> Place:
         """Named by its first place."""
@@ -359,18 +366,17 @@ class Ledger:
             return
         self.counts["steps with groups waiting"] += bool(groups._waiting)
         longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)
-        mine.open_s += (active().now - mine.checked_s) * (
-            b.client.is_open and not pipeline._awaiting_confirmation
-        )
-        mine.checked_s = active().now
-        for (epoch, number), members in groups._waiting.items():
-            since = mine.since[place := (epoch, number * self.setting.num_generations)]
-            if mine.waits.get(place, (None,))[0] != since:
-                mine.waits[place] = since, mine.open_s
-            waited_s = mine.open_s - mine.waits[place][1]
-            # Pipeline and check look at different moments, and count a short closing differently.
-            if len(members) >= 2 and waited_s > self.setting.group_straggler_s + 2 * longest_turn_s:
-                _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
+        called = {
+            place
+            for place, members in groups._waiting.items()
+            if pipeline._view.is_last_call
+            and len(members) >= 2
+            and self._is_at_the_edge(groups, [member.rollout for member in members])
+        }
+        mine.called_s = {place: mine.called_s.get(place, active().now) for place in called}
+        waited_s = active().now - min(mine.called_s.values(), default=active().now)
+        if waited_s > 2 * longest_turn_s:
+            _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts at the last call")
         can_ask = b.client.proven and b.client.free_places
         if not groups._waiting or not can_ask or pipeline.attempts._open or pipeline._awaiting_confirmation:
             mine.idle = None

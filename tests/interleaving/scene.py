@@ -204,7 +204,6 @@ class RankEvents:
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self.log.write(matched_of(rollout, target.quality))
-        self._ledger.matched(self._rank, rollout)
 
     def segment(self, segment: Segment, seconds: float) -> None: ...
 
@@ -540,7 +539,7 @@ class Scene:
             pipeline=pipeline,
             clock=clock,
             guard=guard,
-            schedule=parts.schedule(setting.sync_every_steps),
+            schedule=parts.schedule(setting.sync_every_steps, setting.most_cadences),
             snapshots=snapshots,
             updates=self._make_updates(urls, snapshots, control) if rank == 0 else None,
             base_urls=list(urls),
@@ -588,10 +587,8 @@ class Scene:
         self, rank: int, ends: AttemptOutcomes, source: SampleSource, clock: VersionClock
     ) -> Groups:
         setting = self.setting
-        settings = GroupSettings(setting.objective, GrpoConfig(straggler_s=setting.group_straggler_s))
-        groups = self._parts.groups(
-            ends, settings, source, clock, setting.version_window, TimeNames.monotonic
-        )
+        settings = GroupSettings(setting.objective, GrpoConfig())
+        groups = self._parts.groups(ends, settings, source, clock, setting.version_window)
         self.ledger.watch_groups(rank, groups, source)
         return groups
 

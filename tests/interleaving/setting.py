@@ -62,10 +62,10 @@ class Setting:
     max_inflight: int = 4
     redraw_dropped: bool = True
     max_attempts: int = 2
-    num_generations: int = field(default=1, repr=False)  # drawn by what the rest says, as are the two below
+    most_cadences: int = field(default=16, repr=False)  # drawn by what the rest says, as are the two below
+    num_generations: int = field(default=1, repr=False)
     """Rollouts of a row, which are compared in groups; 1: each is trained by itself."""
     objective: Objective = field(default=Objective.GRPO, repr=False)
-    group_straggler_s: float = field(default=60.0, repr=False)
     evaluate_every_steps: int = 0
     evaluation_samples: int = 4
     max_round_delay_steps: int = 1
@@ -99,13 +99,13 @@ def setting_of(rng: random.Random) -> Setting:
     """A scene of rollouts that are trained each by itself, or, a quarter, in groups."""
     setting = _crowded(rng)
     of_its_own = random.Random(f"{setting!r} of its own")
+    setting = replace(setting, most_cadences=of_its_own.choice((2, 4, 16)))
     if of_its_own.random() < 0.75:
         return setting
     return replace(
         setting,
         num_generations=of_its_own.randint(2, 4),
         objective=of_its_own.choice((Objective.GRPO, Objective.MIXED)),
-        group_straggler_s=of_its_own.choice((0.3, 1.0, 60.0)),
     )
 
 

@@ -64,7 +64,7 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
         "steps with rollouts held", "rollouts unconfirmed", "evaluation rows given up",
         "evaluations complete", "evaluations round_due", "evaluations no_server", "evaluations training_ends",
         "final evaluations complete", "final evaluations no_server", "final evaluations left out",
-        "groups compared", "groups compared late", "groups trained", "steps with groups waiting",
+        "groups compared", "groups compared at the last call", "groups trained", "steps with groups waiting",
         "rollouts unused no_variance", "rollouts unused too_small", "rollouts unused dropped",
         "rollouts of several versions",
     ):  # fmt: skip

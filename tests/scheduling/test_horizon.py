@@ -59,7 +59,7 @@ def test_packs_in_the_making_are_not_made_twice() -> None:
     here = (PackInMaking(5, state.position),) * 3
     assert PACER.decide(replace(state, in_making=here)) == 1
     late = (PackInMaking(5, 8.5),) * 3  # B is wanted at 7
-    assert PACER.decide(replace(state, in_making=late)) == 1, "the target holds for them as well"
+    assert PACER.decide(replace(state, in_making=late)) == 4, "they come too late for that step"
     stale = (PackInMaking(2, state.position),) * 3
     assert PACER.decide(replace(state, in_making=stale)) == 4
     whole = (PackInMaking(5, state.position),) * 4
@@ -136,13 +136,14 @@ def test_starving_means_fewer_fresh_packs_than_the_next_step_needs(
         holds_production=st.booleans(),
         ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
         typical_steps=st.none() | st.floats(0, 50),
+        slow_steps=st.none() | st.floats(0, 500),
         missed_in_a_row=st.integers(0, 3),
     ),
 )
 def test_always_answers_within_the_target_and_never_refuses_for_good(
     pacer: Pacer, state: PacerInputs
 ) -> None:
-    assert 0 <= pacer.decide(state) <= pacer.target_packs
+    assert 0 <= pacer.decide(state) < pacer.target_packs + pacer.packs_per_b_step
     empty = replace(state, ready_versions=(), missed_in_a_row=2)
     assert pacer.decide(empty) > 0
 
@@ -169,8 +170,10 @@ AT_10 = PacerInputs(step=10, progress=0.25, current_version=5, typical_steps=3.0
 @pytest.mark.parametrize(
     ("inputs", "cadence", "horizon"),
     [
-        (AT_10, 4, (14, 18)),  # 10.25 + 3 ends within step 13
+        (AT_10, 4, (14, 17)),  # 10.25 + 3 ends within step 13; the target lasts four steps
         (AT_10, 1, (14, 17)),  # longer than two versions last: what the next production cannot serve
+        (replace(AT_10, slow_steps=5.0), 1, (14, 19)),  # one in ten takes longer than 5 steps
+        (replace(AT_10, slow_steps=50.0), 1, (14, 64)),
         (replace(AT_10, typical_steps=0.5), 1, (11, 12)),
         (replace(AT_10, holds_production=True), 4, (15, 18)),
     ],
@@ -185,15 +188,19 @@ def test_the_horizon_is_from_arrival_to_the_end_of_the_windows_versions(
 # --- what a rank measures, and what is out --------------------------------------------------------------
 
 
-def test_typical_is_the_median_of_the_last_ones() -> None:
+def test_typical_is_the_median_of_the_last_ones_and_slow_is_what_one_in_ten_exceeds() -> None:
     meter = ProductionMeter()
-    assert meter.typical_steps is None
+    assert (meter.typical_steps, meter.slow_steps) == (None, None)
     for steps in (9.0, 3.0, 4.0, 2.0, 5.0):
         meter.observe(steps)
-    assert meter.typical_steps == 4.0
-    for _ in range(RECENT_PRODUCTIONS):
+    assert (meter.typical_steps, meter.slow_steps) == (4.0, 9.0)
+    for _ in range(RECENT_PRODUCTIONS - 3):
         meter.observe(2.0)
-    assert meter.typical_steps == 2.0
+    for _ in range(3):
+        meter.observe(20.0)
+    assert (meter.typical_steps, meter.slow_steps) == (2.0, 2.0)
+    meter.observe(20.0)
+    assert meter.slow_steps == 20.0
 
 
 @given(
