@@ -25,13 +25,14 @@ _ALL = (
     Bench(
         name="peer",
         purpose="how idle the learner is: ours and ms-swift's own asynchronous GRPO beside the same server (vLLM)",
-        detail="Asynchronous (async_generate) and inline each, beside the same stand-in: learner idle share, and "
-        "steps/s against each learner's own bound. Needs vLLM, with whose installation ms-swift's client comes.",
+        detail="Asynchronous (async_generate) each, beside the same stand-in, and inline where no option has several "
+        "values: learner idle share, and steps/s against each learner's own bound. Needs vLLM, with whose "
+        "installation ms-swift's client comes.",
         takes="about 20 minutes",
         options=(
             Option(
                 "objective",
-                "corrected_target",
+                ["corrected_target"],
                 "of ours; grpo trains rollouts by the same reward as GRPO",
                 choices=_OBJECTIVES[:2],
             ),

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,9 @@ class Case:
     """One run of a repetition: whose loop, how often it takes new weights, and beside which servers."""
 
     loop: LoopArm
+    objective: str
     every: int
-    """Steps from one version to the next, of ours."""
+    """Steps from one version to the next, of ours; 0 for the peer."""
     slow_share: float = 0.0
     latencies: tuple[float, ...] = (1.0,)
     """One server per entry, whose rollouts wait so many times as long."""
@@ -116,7 +118,7 @@ class Case:
         return self.loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
 
     def __str__(self) -> str:
-        every = "" if self.is_peer else f", every {self.every}"
+        every = "" if self.is_peer else f", {self.objective}, every {self.every}"
         slow = f", {self.slow_share:.0%} slow" if self.slow_share else ""
         servers = f", servers {' and '.join(f'{each:g}' for each in self.latencies)}"
         return f"{self.loop}{every}{slow}{'' if self.latencies == (1.0,) else servers}"
@@ -124,15 +126,17 @@ class Case:
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """The runs of a repetition, those that are compared beside each other."""
-    every, share = options.sync_every_steps[0], options.slow_share[0]
-    if options.half_as_fast:
-        both = ((1.0,), (2.0,), (1.0, 2.0))
-        return [Case(LoopArm.OURS, every, share, latencies) for latencies in both]
     ours = [
-        Case(LoopArm.OURS, each, slow) for each in options.sync_every_steps for slow in options.slow_share
+        Case(LoopArm.OURS, objective, every, slow, latencies)
+        for objective, every, slow in product(options.objective, options.sync_every_steps, options.slow_share)
+        for latencies in (((1.0,), (2.0,), (1.0, 2.0)) if options.half_as_fast else ((1.0,),))
     ]
-    peers = [Case(LoopArm.PEER, every, slow) for slow in options.slow_share]
-    return [*ours, *peers, *(Case(inline, every, share) for inline in INLINE_OF.values())]
+    if options.half_as_fast:
+        return ours
+    peers = [Case(LoopArm.PEER, "", 0, slow) for slow in options.slow_share]
+    if len(ours) > 1:
+        return [*ours, *peers]
+    return [*ours, *peers, *(replace(case, loop=INLINE_OF[case.loop]) for case in (*ours, *peers))]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -166,7 +170,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 b_ratio=0.0 if case.is_peer else options.b_ratio,
                 prefetch={"sync_every_steps": case.every, "queue_limit": None, "prefetch_target_packs": None},
                 mode=config.Mode.INLINE if case.loop is LoopArm.OURS_INLINE else config.Mode.ASYNC,
-                objective=config.Objective(options.objective),
+                objective=config.Objective(case.objective or config.Objective.GRPO),
                 max_inflight=options.max_inflight,
             )
             runs[number][case] = (_run_peer if case.is_peer else _run_ours)(servers, case.loop, arm)
@@ -247,13 +251,11 @@ def tables(cases: Sequence[Case], repetitions: Sequence[Mapping[Case, LearnerLoo
     )
     if not any(case.loop is LoopArm.OURS_INLINE for case in cases):
         return [loops]
-    inline = [case for case in cases if case.loop in INLINE_OF.values()]
-    every, share = inline[0].every, inline[0].slow_share
-    alike = [{loop: each[Case(loop, every, share)] for loop in LoopArm} for each in repetitions]
+    alike = [{case.loop: loop for case, loop in each.items()} for each in repetitions]
     bound = spread_table(
         "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
         "learner",
-        {str(Case(arm, every, share)): [(each, arm) for each in alike] for arm in INLINE_OF},
+        {str(arm): [(each, arm) for each in alike] for arm in INLINE_OF},
         {
             "bound, steps/s": (3, lambda it: 1 / it[0][INLINE_OF[it[1]]].step_s_without_rollouts),
             "reached, steps/s": (3, lambda it: it[0][it[1]].num_steps / it[0][it[1]].seconds),

@@ -6,7 +6,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from pacing_simulation import Outcome, Setting, simulate
+from pacing_setting import Outcome, Setting
+from pacing_simulation import simulate
 
 from swift_stage2.config.stage2_ab import PrefetchConfig
 
