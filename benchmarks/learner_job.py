@@ -51,6 +51,8 @@ class Arm:
     rows: Path
     num_steps: int
     ports: tuple[int, int]
+    max_new_tokens: int = 128
+    packing_length: int = 512
     more_ports: tuple[tuple[int, int], ...] = ()
     """Of servers beside the first, for ours."""
     max_inflight: int = 64
@@ -103,7 +105,7 @@ def write_arm_config(arm: Arm) -> Path:
     }
     if arm.objective is not Objective.CORRECTED_TARGET:
         rollout["num_generations"] = MICRO_BATCH
-    channel_b = {"prefetch": arm.prefetch}
+    channel_b = {"prefetch": arm.prefetch, "packing": {"packing_length": arm.packing_length}}
     return write_job(job, arm.ports, {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout})
 
 
@@ -136,6 +138,7 @@ def _job(arm: Arm, plugin: str, swift: Mapping[str, Any]) -> DemoJob:
         num_steps=arm.num_steps,
         b_ratio=arm.b_ratio,
         num_ranks=1,
+        max_new_tokens=arm.max_new_tokens,
         mode=arm.mode,
         objective=arm.objective,
         plugins=(PLUGINS / plugin,),

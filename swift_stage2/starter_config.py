@@ -166,7 +166,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             option, required=is_required, metavar=metavar, default=default, type=kind, help=meaning
         )
     for option, metavar, meaning in (
-        ("--set", "SECTION.KEY=VALUE", "any key of the YAML by its whole path, as rollout.max_resumes=1"),
+        ("--set", "SECTION.KEY=VALUE", "any key of the YAML by its whole path, as rollout.num_generations=8"),
         ("--swift", "KEY=VALUE", "short for --set swift.KEY=VALUE, an argument of ms-swift"),
     ):
         text = f"{meaning}; may be given again"

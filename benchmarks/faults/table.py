@@ -65,6 +65,12 @@ def _kill_in_round(scene: Scene) -> None:
     _kill_server(scene)
 
 
+def _kill_between_installs(scene: Scene) -> None:
+    """It has installed weights under its rollouts, and not the next ones."""
+    scene.job.wait_for(partial(scene.proves_after, time.time()), "a version that the server proves")
+    _kill_server(scene)
+
+
 def _train_on_and_restart(scene: Scene) -> None:
     scene.wait_until_noticed()
     scene.job.wait_for_steps(_NUM_STEPS_BROKEN)
@@ -104,6 +110,11 @@ FAULTS = {
     "kill_server": Fault("kill -9 of the server, restarted later", _kill_server),
     "kill_in_round": Fault(
         "kill -9 of the server in a round", _kill_in_round, why_not={ServerKind.STOCK: _NO_SWITCH}
+    ),
+    "kill_between_installs": Fault(
+        "kill -9 of the server between two installs under its rollouts",
+        _kill_between_installs,
+        why_not={ServerKind.STOCK: "it takes new weights only when it is drained"},
     ),
     "late_reply": Fault(
         f"replies after their deadline ({REQUEST_TIMEOUT_S:g} s)",

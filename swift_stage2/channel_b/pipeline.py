@@ -75,13 +75,9 @@ class Pipeline:
         self._misread: set[int] = set()  # rows, by a server that agreed on no other
         self._drop = self.ends.dropped if self.groups is None else self.groups.drop
         self._view: StepView | None = None
+        group_of = self.source.group_of if self.groups is not None else None
         self._production = ProductionController(
-            self.pacer,
-            self.queue,
-            self.clock,
-            self.attempts,
-            self.packing.packing_length,
-            self.source.group_of if self.groups is not None else None,
+            self.pacer, self.queue, self.clock, self.attempts, self.packing.packing_length, group_of
         )
         self._used_up_for: StepView | None = None  # it waits for no more groups
         self._num_evaluating = 0  # asked for an evaluation, and not come back
@@ -128,6 +124,10 @@ class Pipeline:
         in_groups = self.groups.rollouts if self.groups is not None else ()
         versions += [each.version for each in (*self._awaiting_confirmation, *in_groups, *self._segments)]
         return version - self.pacer.version_window - 1 in (*versions, *self.queue.peek_versions())
+
+    def most_steps_out(self) -> float:
+        """Steps for which the oldest rollout that is out has been out. On any thread."""
+        return self._production.most_steps_out(self._view)
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
@@ -176,9 +176,7 @@ class Pipeline:
         Refill comes before preparation. If nothing has come of what ended, nothing is asked in this turn, so that a
         lost server is not asked without a pause.
         """
-        arrived: list[Rollout] = []
-        evaluated: list[BatchOutcome] = []
-        was_fruitful: list[bool] = []
+        arrived, evaluated, was_fruitful = list[Rollout](), list[BatchOutcome](), list[bool]()
         while (outcome := self.client.next_finished(timeout_s)) is not None:
             timeout_s = 0.0
             if outcome.settings is not None:
@@ -195,9 +193,9 @@ class Pipeline:
         self._match(confirmed)
         self._encode_groups()
         self._pack_what_is_ready()
-        posts = {(rollout.server, rollout.seconds) for rollout in confirmed} if self.groups is None else set()
-        for _, seconds in sorted(posts):
-            self._production.measured(self._view, seconds + time.monotonic() - began)
+        if self.groups is None:
+            for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
+                self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
             self._go_on_to(PipelineActivity.EVALUATING, "scores an evaluation's answers")
             self._num_evaluating -= len(outcome.samples)
@@ -323,9 +321,9 @@ class Pipeline:
 
     def _encode_groups(self) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
-        view = self._view
-        is_last_call = view is not None and view.is_last_call
-        for group in self.groups.take(is_last_call=is_last_call) if self.groups else ():
+        if self.groups is None or (view := self._view) is None:
+            return
+        for group in self.groups.take(is_last_call=view.is_last_call):
             self._production.measured(view, group.seconds)
             self._production.compared(view, yields_nothing=not group.trained, is_rest=group.is_rest)
             if not group.trained:

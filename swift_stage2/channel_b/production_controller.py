@@ -56,6 +56,12 @@ class ProductionController:
         if view is not None and view.step_seconds:
             self._meter.observe(seconds / view.step_seconds)
 
+    def most_steps_out(self, view: StepView | None) -> float:
+        sent_s = [attempt.sent_s for attempt in self.attempts.open().values() if attempt.sent_s is not None]
+        if not sent_s or view is None or not view.step_seconds:
+            return 0.0
+        return (time.monotonic() - min(sent_s)) / view.step_seconds
+
     def packed(self, num_segments: int) -> None:
         self._segments_per_pack += _SMOOTHING * (num_segments - self._segments_per_pack)
 

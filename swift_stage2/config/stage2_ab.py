@@ -101,10 +101,12 @@ class PrefetchConfig:
     version_window: Whole = 2
     """A pack is fresh while it is at most this many versions old."""
     sync_every_steps: Count = 4
-    """Optimizer steps from one version of the weights to the next."""
+    """Optimizer steps from one version of the weights to the next, at least. It waits for rollouts that it would make
+    too old, for 16 times as many steps at most."""
     prefetch_target_packs: Count | None = None
-    """Packs, ready or in the making, that the producer aims at. By default 4, or as many as B trains in
-    ``version_window`` times ``sync_every_steps`` steps, of 8 B steps at most, and within a written ``queue_limit``."""
+    """Ready packs that the producer aims at, beside those that are trained as they come. By default 4, or as many as B
+    trains in ``version_window`` times ``sync_every_steps`` steps, of 8 B steps at most, and within a written
+    ``queue_limit``."""
     min_ready_tokens: Whole = 0
     """Supervised tokens that a reservation must hold besides its packs; 0 asks for none."""
     redraw_dropped: bool = True

@@ -8,12 +8,14 @@ facts, so all ranks take the same at the same step.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
+from swift_stage2.scheduling.version_schedule import MOST_CADENCES
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.updates import UpdateNews
 
@@ -97,12 +99,7 @@ class LearnerVersions:
             if b.updates is not None:
                 b.updates.hurry("after other weights were due")
             return
-        if self._makes_stale and not (self._server_waits or b.schedule.is_asked_for) and not self._has_warned:
-            self._has_warned = True
-            self._events.record_warning(
-                f"rollouts take longer than {b.pipeline.pacer.version_window} versions, which wait for them at most "
-                f"{b.schedule.most_steps} steps each: raise version_window or sync_every_steps, or lower max_new_tokens"
-            )
+        self._warn_of_long_rollouts()
         self._pending_seconds, self._due_s = time.monotonic() - self._due_s, None
         version = b.schedule.begin(step)
         with self._events.activity("syncing"):
@@ -117,6 +114,22 @@ class LearnerVersions:
             if self._is_first or b.longest_fill_s is not None:
                 self._is_first = False
                 self._await_version(step)
+
+    def _warn_of_long_rollouts(self) -> None:
+        """Once, where a version has waited as long as it may, and one of this rank's rollouts is still out."""
+        schedule, num_steps = self._b.schedule, math.ceil(self._b.pipeline.most_steps_out())
+        is_out_of_turn = self._server_waits or schedule.is_asked_for
+        is_one_out = (
+            num_steps >= schedule.most_steps - schedule.sync_every_steps
+        )  # of another rank, or of none, else
+        if self._has_warned or is_out_of_turn or not (self._makes_stale and is_one_out):
+            return
+        self._has_warned = True
+        self._events.record_warning(
+            f"new weights wait for a rollout for at most {MOST_CADENCES} × sync_every_steps = {schedule.most_steps} "
+            f"steps, and one that has been out for {num_steps} steps is lost; write sync_every_steps: "
+            f"{math.ceil(num_steps / MOST_CADENCES) + 1} or more, or lower rollout.decoding.max_new_tokens"
+        )
 
     def tell_news(self) -> UpdateNews:
         """Tells all ranks what rank 0 has heard; a collective.

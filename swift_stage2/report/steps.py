@@ -51,6 +51,8 @@ def _rounds(summary: RunSummary) -> Table | None:
         "committed": format_number(summary.num_rounds_committed),
         "failed": format_number(summary.num_rounds_failed),
     }
+    if gaps := summary.steps_between_versions:
+        facts["optimizer steps between two, median and most"] = f"{statistics.median(gaps):g}, {max(gaps)}"
     if summary.num_caught_up:
         facts["servers caught up between rounds"] = format_number(summary.num_caught_up)
     facts |= {f"servers proven by {proof}": format_number(count) for proof, count in summary.proofs.items()}

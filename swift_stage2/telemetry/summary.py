@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from swift_stage2.records import ServerReport
@@ -51,6 +52,8 @@ class RunSummary:
     num_rounds_failed: int
     num_caught_up: int
     """Servers that were proven between two rounds, once each time."""
+    steps_between_versions: Sequence[int]
+    """Optimizer steps from one version that a server proved to the next."""
     round_seconds: Sequence[float]
     phase_seconds: Mapping[str, Sequence[float]]
     """By phase of a sync round; one duration per server and round."""
@@ -112,6 +115,9 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
             if each.kind == "catch_up"
             for server in each.servers.values()
         ),
+        steps_between_versions=[
+            after.step - before.step for before, after in pairwise(each for each in rounds if each.committed)
+        ],
         round_seconds=[each.seconds for each in rounds],
         phase_seconds=_phases(rounds, servers),
         proofs=_count(server.proof for server in servers if server.proven),

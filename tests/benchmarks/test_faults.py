@@ -21,7 +21,7 @@ def test_every_fault_is_offered_and_what_a_server_cannot_suffer_is_said() -> Non
     impossible = {kind: {name for name, each in FAULTS.items() if kind in each.why_not} for kind in kinds}
     assert impossible == {
         ServerKind.TRANSFORMERS: set(),
-        ServerKind.STOCK: {"kill_in_round"},
+        ServerKind.STOCK: {"kill_in_round", "kill_between_installs"},
         ServerKind.VLLM: set(),
     }
 

@@ -44,6 +44,24 @@ def test_every_loss_every_batch_and_the_last_weights_are_the_same_bits(
     assert_replays(recorded, NUM_STEPS, tmp_path / "replay")
 
 
+def test_rollouts_that_went_on_under_new_weights_replay_to_the_same_bits(
+    tmp_path: Path, rows_file: Path, server: Server
+) -> None:
+    """A version at every step, so that a rollout outlives several."""
+    prefetch = {"queue_limit": 6, "version_window": 3, "sync_every_steps": 1, "prefetch_target_packs": 6}
+    directory = tmp_path / "run"
+    config = write_config(
+        directory, rows_file, server, b_ratio=0.5, swift=SWIFT, record=True, prefetch=prefetch
+    )
+    awaited = ",".join(f"*:{step}:await_packs" for step in (1, 7, 13, 17))
+    run = run_learner(config, directory, ranks=2, inject=awaited)
+    assert run.status == 0, run.output[-3000:]
+    trained = {tuple(key) for each in run.audit(0, "trained") for key in each["samples"]}
+    matched = [each for each in run.audit(0, "matched") if trained.intersection(map(tuple, each["samples"]))]
+    assert sum(len(each["spans"]) > 1 for each in matched) > 0, "no rollout of several versions was trained"
+    assert_replays(run, NUM_STEPS, tmp_path / "replay")
+
+
 def _copy(recorded: LearnerRun, directory: Path) -> Path:
     """Copies the files that a replay reads, and nothing else."""
     shutil.copytree(recorded.directory / "events", directory / "events")

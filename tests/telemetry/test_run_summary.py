@@ -77,12 +77,15 @@ def test_losses_lags_and_quality(run_dir: Path) -> None:
 def test_a_catch_up_is_no_round_and_its_servers_are_counted(tmp_path: Path) -> None:
     telemetry = started(tmp_path)
     telemetry.record_round(0, round_outcome(1, True, True))
+    telemetry.record_round(6, round_outcome(2, True, True))
+    telemetry.record_round(9, round_outcome(3, True, True))
     for step_number, proven in ((2, False), (3, True)):
         outcome = round_outcome(1, proven)
         telemetry.record_round(step_number, replace(outcome, is_catch_up=True))
     telemetry.close()
     summary = summarise(tmp_path)
-    assert (summary.num_rounds_committed, summary.num_rounds_failed, summary.num_caught_up) == (1, 0, 1)
+    assert (summary.num_rounds_committed, summary.num_rounds_failed, summary.num_caught_up) == (3, 0, 1)
+    assert summary.steps_between_versions == [6, 3]
     assert summary.totals["sync_servers_caught_up"] == 1
     (warning,) = told(tmp_path, Warned)
     assert warning.message == "the catch-up with version 1 did not prove a server: refused"
