@@ -75,7 +75,7 @@ class BenchServers(Processes):
         return self.start_program(
             name,
             lambda port: server_arguments(kind, model, port, plugins),
-            server_environment(kind) | environment,
+            {**server_environment(kind), **environment},
         )
 
     def start_program(
@@ -144,9 +144,12 @@ def start_stand_in(
 
 
 def start_vllm(servers: BenchServers, *, stock: bool, slow_share: float) -> tuple[int, int]:
-    """Starts ours on vLLM, or ``swift rollout``, some of whose answers are long. Returns its ports. Raises as ``start``."""
+    """Starts ours on vLLM, or ``swift rollout``; a share of its answers is long. Returns its ports.
+
+    Raises as ``start``.
+    """
     kind = ServerKind.STOCK if stock else ServerKind.VLLM
-    plugins = [PLUGINS / "long_answers.py"] if slow_share else []
+    plugins = [Path(__file__).parent / "plugins" / "long_answers.py"] if slow_share else []
     with started_on(split_cores()[1]):
         return servers.start(kind, plugins=plugins, environment={LONG_SHARE_VARIABLE: str(slow_share)}).ports
 

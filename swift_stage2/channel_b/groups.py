@@ -8,6 +8,7 @@ Advantages are those of GRPO (Shao et al., 2024, arXiv:2402.03300); without the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ class Member:
     rollout: Rollout
     reward: float
     target_reward: float | None = None
+    arrived_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class ComparedGroup:
     unused: tuple[SampleKey, ...] = ()
     reason: UnusedReason | None = None
     reward_std: float = 0.0
-    seconds: float = 0.0
-    """Of the slowest rollout."""
+    seconds: float | None = None
+    """From its first request to its last answer; None where others of it were, or may be, compared apart."""
     is_rest: bool = False
     """Others of it were compared before."""
 
@@ -97,7 +99,7 @@ def compare(members: Sequence[Member], settings: GroupSettings, *, is_rest: bool
 
 @dataclass(eq=False, repr=False)
 class Groups:
-    """One rank's groups that still wait. The pipeline's thread alone, but for ``drop``."""
+    """One rank's groups that still wait. The pipeline's thread alone, but for ``drop`` and ``rollouts``."""
 
     ends: AttemptOutcomes
     settings: GroupSettings
@@ -116,12 +118,13 @@ class Groups:
 
     def add(self, rollout: Rollout, scored: ScoredRollout) -> None:
         group = self.source.group_of(rollout.sample.key)
-        member = Member(rollout, scored.target.quality.reward[TOTAL], scored.target_reward)
+        reward = scored.target.quality.reward[TOTAL]
+        member = Member(rollout, reward, scored.target_reward, time.monotonic())
         self._waiting.setdefault(group, []).append(member)
 
     @property
     def rollouts(self) -> list[Rollout]:
-        return [member.rollout for members in self._waiting.values() for member in members]
+        return [member.rollout for members in list(self._waiting.values()) for member in members]
 
     def take_all(self) -> list[Rollout]:
         """The same, and they wait no longer."""
@@ -133,21 +136,25 @@ class Groups:
         missing = {key for group in self._waiting for key in self._missing(group)}
         return len(missing.difference(coming)) + self.source.num_to_whole_group
 
-    def take(self, *, is_last_call: bool = False) -> Iterator[ComparedGroup]:
-        """Groups that are whole; at the last call before new weights, also those that they would make too old.
+    def take(self, *, last_call: int | None = None) -> Iterator[ComparedGroup]:
+        """Groups that are whole, and those that version ``last_call`` makes too old, which is on its way.
 
         Ends what is too old, and what has nothing to teach. What comes later of a group is compared by itself.
         """
         self._drop_stale()
-        for group in [group for group in self._waiting if self._is_ready(group, is_last_call)]:
+        whole = {group for group in self._waiting if self.source.is_drawn(group) and not self._missing(group)}
+        for group in [each for each in self._waiting if each in whole or self._goes_on(each, last_call)]:
             members = self._waiting.pop(group)
             is_rest = group in self._compared
             self._compared.setdefault(group, set()).update(m.rollout.sample.key for m in members)
             compared = compare(members, self.settings, is_rest=is_rest)
             if compared.reason is not None:
                 self.ends.unused(compared.unused, compared.reason)
-            seconds = max(member.rollout.seconds for member in members)
-            yield replace(compared, seconds=seconds, is_rest=is_rest)
+            asked_s = min(member.arrived_s - member.rollout.seconds for member in members)
+            seconds = max(member.arrived_s for member in members) - asked_s
+            yield replace(
+                compared, seconds=seconds if group in whole and not is_rest else None, is_rest=is_rest
+            )
         for group in list(self._compared):
             if self.source.is_drawn(group) and not self.source.members_of(group):
                 del self._compared[group]
@@ -176,13 +183,13 @@ class Groups:
             if not self._waiting[group]:
                 del self._waiting[group]
 
-    def _is_ready(self, group: GroupId, is_last_call: bool) -> bool:
-        if self.source.is_drawn(group) and not self._missing(group):
-            return True
+    def _goes_on(self, group: GroupId, last_call: int | None) -> bool:
+        """Whether it waits no longer for what is missing."""
         members = self._waiting[group]
+        if last_call is None or len(members) < self.settings.grpo.min_group:
+            return False
         oldest = min(member.rollout.version for member in members)
-        is_next_fresh = is_fresh(oldest, current=self.clock.current + 1, window=self.version_window)
-        return is_last_call and not is_next_fresh and len(members) >= self.settings.grpo.min_group
+        return not is_fresh(oldest, current=last_call, window=self.version_window)
 
     def _missing(self, group: GroupId) -> set[SampleKey]:
         """Those of a group that were drawn and may still come."""

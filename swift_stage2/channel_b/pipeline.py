@@ -71,6 +71,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._segments: list[Segment] = []
+        self._in_work: list[Rollout] = []  # of this turn, whatever it is at with them
         self._awaiting_confirmation: list[Rollout] = []  # that the learner has not heard their weights proven
         self._misread: set[int] = set()  # rows, by a server that agreed on no other
         self._drop = self.ends.dropped if self.groups is None else self.groups.drop
@@ -122,12 +123,13 @@ class Pipeline:
         """Whether the pipeline holds rollouts or packs that are fresh now and stale at ``version``. On any thread."""
         versions = [each.version for each in self.attempts.open().values()]
         in_groups = self.groups.rollouts if self.groups is not None else ()
-        versions += [each.version for each in (*self._awaiting_confirmation, *in_groups, *self._segments)]
+        here = (*self._in_work, *self._awaiting_confirmation, *in_groups, *self._segments)
+        versions += [each.version for each in here]
         return version - self.pacer.version_window - 1 in (*versions, *self.queue.peek_versions())
 
-    def most_steps_out(self) -> float:
-        """Steps for which the oldest rollout that is out has been out. On any thread."""
-        return self._production.most_steps_out(self._view)
+    def most_steps_out(self, version: int) -> float:
+        """Of the rollouts that ``version`` makes stale, as ``ProductionController`` has it. On any thread."""
+        return self._production.most_steps_out(self._view, version)
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
@@ -193,8 +195,9 @@ class Pipeline:
         self._match(confirmed)
         self._encode_groups()
         self._pack_what_is_ready()
+        self._in_work = []
         if self.groups is None:
-            for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
+            for _, seconds in dict.fromkeys((rollout.server, rollout.seconds) for rollout in confirmed):
                 self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
             self._go_on_to(PipelineActivity.EVALUATING, "scores an evaluation's answers")
@@ -207,6 +210,7 @@ class Pipeline:
 
     def _handle_result(self, outcome: BatchOutcome) -> None:
         """A share has ended: its attempts are over, and what was not answered goes back."""
+        self._in_work += outcome.rollouts
         self.attempts.close([sample.key for sample in outcome.samples])
         self.events.batch(outcome)
         self.ends.take_back(outcome, is_stopped=self._stop.is_set())
@@ -244,30 +248,21 @@ class Pipeline:
 
     def _ask_for(self, num_samples: int) -> None:
         self._go_on_to(PipelineActivity.READING, "reads rows and images")
-        samples = []
+        samples, requests = [], []
         keys = self.source.draw(num_samples)
         most = min(len(keys) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
         while len(keys) < most and self._misread.issuperset(key.index for key in keys):
             keys += self.source.draw(1)  # they alone would make their server suspect again
         for key in keys:
             try:
-                samples.append(self.source.read(key))
-            except SampleError as error:
-                self.ends.quarantine(key, QuarantineReason.SAMPLE, str(error))
-        self.attempts.begin([sample.key for sample in samples])
-        self._submit(samples)
-
-    def _submit(self, drawn: Sequence[Sample]) -> None:
-        samples, requests = [], []
-        for sample in drawn:
-            try:
+                sample = self.source.read(key)
                 requests.append(self.make_request(sample))
                 samples.append(sample)
             except SampleError as error:
-                self.attempts.close([sample.key])
-                self.ends.quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
+                self.ends.quarantine(key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return
+        self.attempts.begin([sample.key for sample in samples])
         self._production.asked()
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)
@@ -323,8 +318,10 @@ class Pipeline:
         """Encodes what is trained of the groups that wait for nothing more."""
         if self.groups is None or (view := self._view) is None:
             return
-        for group in self.groups.take(is_last_call=view.is_last_call):
-            self._production.measured(view, group.seconds)
+        self._in_work += self.groups.rollouts
+        for group in self.groups.take(last_call=view.last_call):
+            if group.seconds is not None:
+                self._production.measured(view, group.seconds)
             self._production.compared(view, yields_nothing=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue
@@ -338,9 +335,7 @@ class Pipeline:
         try:
             return list(work(rollouts))
         except BaseException:
-            self._awaiting_confirmation += (
-                rollouts  # a stop interrupts it: their samples return at the thread's end
-            )
+            self._awaiting_confirmation += rollouts  # a stop interrupts it: their samples return at the end
             raise
 
     def _keep(self, rollout: Rollout, found: EncodedRollout | Refusal) -> None:
@@ -356,13 +351,13 @@ class Pipeline:
             if not self._segments:
                 return
             lengths = [segment.num_tokens for segment in self._segments]
-            view, num_out = self._view, len(self.attempts)
+            view = self._view
             # More of them than fit, or nothing that could still come: to wait fills no pack better.
-            is_stuck = num_out == 0 and (
+            is_stuck = not self.attempts and (
                 sum(lengths) > self.packing.packing_length or self._used_up_for is view
             )
             num_here = len(lengths) + (len(self.groups.rollouts) if self.groups is not None else 0)
-            starves = self._production.is_starving(view, num_here, num_out, is_stuck=is_stuck)
+            starves = self._production.is_starving(view, num_here, is_stuck=is_stuck)
             chosen = decide_pack(
                 lengths, self.packing.packing_length, self.packing.packing_min_fill_ratio, starves
             )

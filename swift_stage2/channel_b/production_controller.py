@@ -38,7 +38,7 @@ class ProductionController:
     clock: VersionClock
     attempts: Attempts
     packing_length: int
-    group_of: Callable[[SampleKey], Hashable] | None = None
+    group_of: Callable[[SampleKey], Hashable] | None
     """Of rollouts that wait for each other; None: none does."""
 
     def __post_init__(self) -> None:
@@ -56,8 +56,12 @@ class ProductionController:
         if view is not None and view.step_seconds:
             self._meter.observe(seconds / view.step_seconds)
 
-    def most_steps_out(self, view: StepView | None) -> float:
-        sent_s = [attempt.sent_s for attempt in self.attempts.open().values() if attempt.sent_s is not None]
+    def most_steps_out(self, view: StepView | None, version: int) -> float:
+        """Steps for which the oldest rollout is out of those that are fresh before ``version`` and not with it."""
+        edge = version - self.pacer.version_window - 1
+        sent_s = [
+            each.sent_s for each in self.attempts.open().values() if each.sent_s and each.version == edge
+        ]
         if not sent_s or view is None or not view.step_seconds:
             return 0.0
         return (time.monotonic() - min(sent_s)) / view.step_seconds
@@ -104,11 +108,12 @@ class ProductionController:
         coming += [(version, arrivals.get(self._group(key), state.position)) for key, version in rollouts]
         in_making, over = packs_of(coming, self._segments_per_pack)
         # One that is late is not waited for: what is asked for now comes sooner.
-        num_left = sum(arrival <= view.arrival(state, None) for arrival in over)
+        of_new = view.arrival(state, None)
+        num_left = sum(arrival <= of_new for arrival in over)
         num_left += len(segments) - len(of_segments)
         num_packs = self._num_packs(view, replace(state, in_making=in_making))
         wanted = math.ceil(num_packs * self._segments_per_pack) - num_left
-        if num_packs == 0 or (wanted <= 0 and coming):
+        if num_packs == 0 or (wanted <= 0 and any(arrival <= of_new for _, arrival in coming)):
             return 0
         return max(1, wanted)
 
@@ -122,7 +127,7 @@ class ProductionController:
         oldest_fresh = self.clock.current - self.pacer.version_window
         return self.queue.has_room(min(youngest, oldest_fresh))
 
-    def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:
+    def is_starving(self, view: StepView | None, num_segments: int, *, is_stuck: bool) -> bool:
         """True if the pipeline should make a pack that is not full: the rollouts that are out fill none in time.
 
         For a step that waits, only if ``is_stuck``: then no rollout that may still come can fill the pack better.
@@ -131,8 +136,12 @@ class ProductionController:
             return False
         if view.num_demanded is not None:
             return is_stuck and self.queue.num_fresh(self.clock.current) < view.num_demanded
-        fills_soon = num_out > 0 and num_out + num_segments >= self._segments_per_pack
-        return not fills_soon and self.pacer.is_starving(self._state(view))
+        state = self._state(view)
+        of_new = view.arrival(state, None)
+        out = self.attempts.open().values()
+        num_soon = sum(view.arrival(state, each.sent_s) <= of_new for each in out)  # others are late
+        fills_soon = num_soon > 0 and num_soon + num_segments >= self._segments_per_pack
+        return not fills_soon and self.pacer.is_starving(state)
 
     def wait(self, view: StepView, timeout_s: float, is_stopping: Callable[[], bool]) -> None:
         """Until the demand of ``view`` is met, production is over, a stop is asked, or the time has passed."""
@@ -178,5 +187,5 @@ class ProductionController:
             current_version=self.clock.current,
             ready_versions=self.queue.peek_versions(),
             typical_steps=self._meter.typical_steps,
-            slow_steps=self._meter.slow_steps,
+            slow_steps=self._meter.slow_steps if self.group_of is not None else None,
         )

@@ -131,7 +131,7 @@ class Stage2Config:
             return ()
         return (
             "queue_limit above gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio * "
-            f"sync_every_steps)) = {useful} keeps packs that expire before they can be trained, got "
+            f"sync_every_steps)) = {useful} keeps packs that are old before they are trained, got "
             f"queue_limit={limit}; write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
         )
 

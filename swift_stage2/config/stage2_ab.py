@@ -139,7 +139,7 @@ class PrefetchConfig:
         """``prefetch_target_packs`` as written or derived."""
         if self.prefetch_target_packs is not None:
             return self.prefetch_target_packs
-        # Production that takes longer brings no fresh packs.
+        # A longer production has as much more in the making.
         longest = self.version_window * self.sync_every_steps
         packs = min(_MOST_B_STEPS * packs_per_b_step, packs_of_b_steps(packs_per_b_step, b_ratio, longest))
         target = max(_LEAST_TARGET, packs)

@@ -7,6 +7,7 @@ travels in one vector and nothing else is consulted. Knows no ms-swift; called b
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -336,7 +337,7 @@ class Learner:
             if num_proven
             else 0,
             paused=self._paused,
-            is_last_call=b.schedule.is_last_call(step),
+            last_call=versions.last_call(step, max(b.schedule.sync_every_steps, math.ceil(1 / self.b_ratio))),
             num_demanded=num_demanded,
         )
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
-from swift_stage2.scheduling.version_schedule import MOST_CADENCES
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.updates import UpdateNews
 
@@ -76,6 +75,12 @@ class LearnerVersions:
         """Whether a version is on its way that no server has proven: it may come at any step."""
         return self.is_publishing and self._b.schedule.begun > self._b.clock.current
 
+    def last_call(self, step: int, num_steps: int) -> int | None:
+        """The version that is on its way, or begins within ``num_steps`` whatever it makes stale."""
+        if self.awaits_version:
+            return self._b.schedule.begun
+        return self._b.schedule.next_version if self._b.schedule.comes_within(num_steps, step) else None
+
     def begin_if_due(self, step: int) -> None:
         """Begins a version at the start of ``step`` if one is due and the snapshot is free.
 
@@ -117,18 +122,17 @@ class LearnerVersions:
 
     def _warn_of_long_rollouts(self) -> None:
         """Once, where a version has waited as long as it may, and one of this rank's rollouts is still out."""
-        schedule, num_steps = self._b.schedule, math.ceil(self._b.pipeline.most_steps_out())
+        schedule, pipeline = self._b.schedule, self._b.pipeline
+        num_steps = math.ceil(pipeline.most_steps_out(schedule.next_version))
         is_out_of_turn = self._server_waits or schedule.is_asked_for
-        is_one_out = (
-            num_steps >= schedule.most_steps - schedule.sync_every_steps
-        )  # of another rank, or of none, else
-        if self._has_warned or is_out_of_turn or not (self._makes_stale and is_one_out):
+        if self._has_warned or is_out_of_turn or not (self._makes_stale and num_steps):
             return
         self._has_warned = True
         self._events.record_warning(
-            f"new weights wait for a rollout for at most {MOST_CADENCES} × sync_every_steps = {schedule.most_steps} "
-            f"steps, and one that has been out for {num_steps} steps is lost; write sync_every_steps: "
-            f"{math.ceil(num_steps / MOST_CADENCES) + 1} or more, or lower rollout.decoding.max_new_tokens"
+            f"new weights wait for a rollout for at most {schedule.most_cadences} × sync_every_steps = "
+            f"{schedule.most_steps} steps, and one that has been out for about {num_steps} steps is lost; write "
+            f"sync_every_steps: {max(schedule.sync_every_steps, math.ceil(num_steps / schedule.most_cadences)) + 1} or "
+            "more, or lower rollout.decoding.max_new_tokens"
         )
 
     def tell_news(self) -> UpdateNews:
@@ -166,7 +170,8 @@ class LearnerVersions:
         self.asked, self._closed = asked, closed
         # Rank 0 may begin a push to who is drained.
         self._is_publishing, self._server_waits = outcome.publishing or bool(drained), outcome.server_waits
-        self._makes_stale = outcome.makes_stale
+        # With a window of 0 every version makes stale all that is in flight.
+        self._makes_stale = outcome.makes_stale and b.queue.version_window > 0
         if (newest := max(asked, default=0)) > b.clock.current:
             b.clock.advance(newest)
         for url, version, is_closed in zip(b.base_urls, asked, closed, strict=True):

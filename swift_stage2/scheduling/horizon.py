@@ -1,9 +1,10 @@
 """Turns the schedule, the packs at hand and the time that production takes into "begin so many packs now".
 
 A pack is worth making for a wanted B step that lacks it and lies within the *horizon*: from the first step that can
-reserve a pack begun now to the end of the versions for which it may be trained. What is at hand stays fresh meanwhile,
-because the next version waits for it (``VersionSchedule``). Too early and it delays versions, too late and the step is
-skipped. Pure: the pipeline asks whenever places are free. Positions and durations are in steps, with fractions.
+reserve a pack begun now to the end of the versions for which it may be trained, or of the next production where that
+takes longer, as far as a stock of ready packs goes. What is at hand stays fresh meanwhile, because the next version
+waits for it (``VersionSchedule``). Too early and it delays versions, too late and the step is skipped. Pure: the
+pipeline asks whenever places are free. Positions and durations are in steps, with fractions.
 """
 
 from __future__ import annotations
@@ -78,19 +79,19 @@ class PacerInputs:
     typical_steps: float | None = None
     """Median steps from a request of this rank to its pack in the queue; None before the first pack."""
     slow_steps: float | None = None
-    """Steps within which nine in ten are there; None: the median is all that is known."""
+    """For groups: steps within which nine in ten are whole. None: rollouts make up for each other."""
     missed_in_a_row: int = 0
     """Wanted B steps in a row, up to now, at which this rank could not reserve."""
-
-    @property
-    def versions_at_hand(self) -> tuple[int, ...]:
-        """Of the packs that are ready or in the making."""
-        return (*self.ready_versions, *(pack.version for pack in self.in_making))
 
     @property
     def position(self) -> float:
         """Now, in steps."""
         return self.step + self.progress
+
+    @property
+    def versions_at_hand(self) -> tuple[int, ...]:
+        """Of the packs that are ready or in the making."""
+        return (*self.ready_versions, *(pack.version for pack in self.in_making))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ class StepView:
     paused: bool
     num_demanded: int | None = None
     """In mode inline: packs that are to be ready, and nothing beyond them. None: the pacer says how many."""
-    is_last_call: bool = False
-    """New weights begin within a cadence, whatever they make too old."""
+    last_call: int | None = None
+    """The version that comes before long whatever it makes too old; None: the next one waits."""
 
     @property
     def progress(self) -> float:
@@ -123,11 +124,6 @@ class StepView:
             return inputs.position + typical_steps
         steps_out = (time.monotonic() - sent_s) / self.step_seconds
         return inputs.position + abs(typical_steps - steps_out)
-
-
-def first_step_after(position: float) -> int:
-    """Return the first step that starts after ``position``, in steps with the fraction of the current one."""
-    return math.floor(position) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,10 +36,9 @@ class VersionSchedule:
         """From one version to the next, as far as what is at hand decides: 16 times ``sync_every_steps``."""
         return self.most_cadences * self.sync_every_steps
 
-    def is_last_call(self, step: int) -> bool:
-        """Whether the next version begins within a cadence, whatever it makes stale."""
-        due = self.most_steps - self.sync_every_steps
-        return self.begun_step is not None and step - self.begun_step >= due
+    def comes_within(self, num_steps: int, step: int) -> bool:
+        """Whether the next version begins so soon after ``step`` whatever it makes stale."""
+        return self.begun_step is not None and step + num_steps >= self.begun_step + self.most_steps
 
     def is_due(self, step: int, *, any_proven: bool, server_waits: bool, makes_stale: bool = False) -> bool:
         """Whether a version should begin at the start of ``step``; it stays pending until it begins.

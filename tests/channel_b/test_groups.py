@@ -236,7 +236,7 @@ class Lives(RuleBasedStateMachine):
             age = one_is_late * min(WINDOW, self.clock.current)
             self.add(key, data.draw(st.sampled_from([0.0, 1.0])), self.clock.current - age)
         self.in_flight = late
-        self.take(is_last_call=one_is_late)
+        self.take(ahead=one_is_late * (1 + data.draw(st.integers(0, 2))))
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
@@ -255,8 +255,9 @@ class Lives(RuleBasedStateMachine):
     def commit_round(self) -> None:
         self.clock.advance()
 
-    @rule(is_last_call=st.booleans())
-    def take(self, is_last_call: bool) -> None:
+    @rule(ahead=st.integers(0, 3))
+    def take(self, ahead: int) -> None:
+        """``ahead``: the version on its way has so much larger a number, because some were never proven; or 0."""
         oldest = self.clock.current - WINDOW
         here: dict[tuple[int, int], list[SampleKey]] = {}
         at_the_edge = set()
@@ -264,14 +265,16 @@ class Lives(RuleBasedStateMachine):
         for rollout in self.groups.rollouts:
             if rollout.version >= oldest:
                 here.setdefault(self.group_of(rollout.sample.key), []).append(rollout.sample.key)
-                at_the_edge |= {self.group_of(rollout.sample.key)} if rollout.version == oldest else set()
+                at_the_edge |= (
+                    {self.group_of(rollout.sample.key)} if rollout.version < oldest + ahead else set()
+                )
         num_fresh = sum(map(len, here.values()))
-        taken = self.groups.take(is_last_call=is_last_call)
+        taken = list(self.groups.take(last_call=self.clock.current + ahead if ahead else None))
         found = {self.group_of(group.trained[0].sample.key): group for group in taken if group.trained}
         assert self.num_stale == num_waiting - num_fresh
         still = {self.group_of(rollout.sample.key) for rollout in self.groups.rollouts}
         for group, keys in here.items():
-            goes_on = is_last_call and group in at_the_edge and len(keys) >= self.min_group
+            goes_on = group in at_the_edge and len(keys) >= self.min_group
             is_compared = goes_on or not self.to_come(group, keys)
             assert (group not in still) == is_compared, "when it waits for nothing more, and no sooner"
             if is_compared:
@@ -372,7 +375,7 @@ class Lives(RuleBasedStateMachine):
             for key in self.in_flight:
                 self.add(key, 0.0, self.clock.current)
             self.in_flight = []
-            self.take(is_last_call=False)
+            self.take(ahead=0)
             if not (num := self.groups.num_to_ask(())):
                 break
             self.draw(num)

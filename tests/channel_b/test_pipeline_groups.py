@@ -174,7 +174,7 @@ def test_a_group_waits_for_its_last_rollout_until_new_weights_wait_no_longer_and
     bench.client.answer = scene.all_but(2)
     bench.observe(max_prompts=3)
     scene.work_until(lambda: scene.waiting == {0, 1})
-    bench.observe(max_prompts=3, is_last_call=True)
+    bench.observe(max_prompts=3, last_call=bench.clock.current + 1)
     bench.work()
     assert bench.events.compared_groups == [], "the next version makes none of them too old"
     for _ in range(WINDOW):
@@ -182,7 +182,7 @@ def test_a_group_waits_for_its_last_rollout_until_new_weights_wait_no_longer_and
     bench.observe(max_prompts=3)
     bench.work()
     assert bench.events.compared_groups == []
-    bench.observe(max_prompts=3, is_last_call=True)
+    bench.observe(max_prompts=3, last_call=bench.clock.current + 1)
     bench.work()
     (group,) = bench.events.compared_groups
     assert [rollout.sample.key.position for rollout in group] == [0, 1]

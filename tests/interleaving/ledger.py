@@ -51,8 +51,7 @@ class RankLedger:
         self.quarantined: set[Place] = set()
         self.unused: set[Place] = set()
         self.compared: set[SampleKey] = set()
-        self.groups: Groups | None = None
-        self.is_last_call = False  # when groups were looked through last
+        self.last_call: int | None = None  # when groups were looked through last
         self.called_s: dict[Place, float] = {}  # groups that the last call is for, and since when
         self.num_begun = 0  # rollouts
         self.idle: tuple[int, int, float] | None = None
@@ -288,11 +287,10 @@ class Ledger:
         """Looks from now on how many samples it says that nobody gives: no more and no fewer than there are."""
         num_to_ask, take, again = groups.num_to_ask, groups.take, source._again
         mine = self.ranks[rank]
-        mine.groups = groups
 
-        def take_and_know(*, is_last_call: bool) -> Any:
-            mine.is_last_call = is_last_call
-            return take(is_last_call=is_last_call)
+        def take_and_know(*, last_call: int | None) -> Any:
+            mine.last_call = last_call
+            return take(last_call=last_call)
 
         def num_missing() -> int:
             returned = sum(source.group_of(key) in groups._waiting for key in again)
@@ -342,17 +340,15 @@ class Ledger:
             or (source._outstanding.get(place, keys[0]) not in mine.compared and place not in dropped)
         ]
         self.counts["groups compared at the last call"] += bool(to_come)
-        if to_come and not (mine.is_last_call and self._is_at_the_edge(mine.groups, rollouts)):
+        if to_come and not self._is_called(mine.last_call, rollouts):
             _fail(
                 f"rank {rank}: {len(keys)} rollouts of a row are compared, and {len(to_come)} more may still come"
             )
 
-    def _is_at_the_edge(self, groups: Groups | None, rollouts: Sequence[Rollout]) -> bool:
-        """Whether the next version makes one of them too old."""
-        assert groups is not None
-        return (
-            min(rollout.version for rollout in rollouts) <= groups.clock.current - self.setting.version_window
-        )
+    def _is_called(self, version: int | None, rollouts: Sequence[Rollout]) -> bool:
+        """Whether ``version``, which comes whatever it makes stale, makes one of them too old."""
+        oldest = min(rollout.version for rollout in rollouts)
+        return version is not None and oldest < version - self.setting.version_window
 
     def _group(self, key: SampleKey) -> Place:
         """Named by its first place."""
@@ -369,9 +365,8 @@ class Ledger:
         called = {
             place
             for place, members in groups._waiting.items()
-            if pipeline._view.is_last_call
-            and len(members) >= 2
-            and self._is_at_the_edge(groups, [member.rollout for member in members])
+            if len(members) >= 2
+            and self._is_called(pipeline._view.last_call, [member.rollout for member in members])
         }
         mine.called_s = {place: mine.called_s.get(place, active().now) for place in called}
         waited_s = active().now - min(mine.called_s.values(), default=active().now)

@@ -237,7 +237,7 @@ class HastyLearner(Learner):
 class HastyGroups(Groups):
     """Compares a group as soon as it is large enough."""
 
-    def _is_ready(self, group: tuple[int, int], is_last_call: bool) -> bool:
+    def _goes_on(self, group: tuple[int, int], last_call: int | None) -> bool:
         return len(self._waiting[group]) >= self.settings.grpo.min_group
 
 

@@ -93,7 +93,7 @@ class SimulatedRank:
         self.groups: dict[int, list[SimulatedRollout]] = {}
         self.num_ended: Counter[int] = Counter()  # by group: rollouts that wait no more
         self.segments: list[SimulatedRollout] = []
-        self.is_last_call = False
+        self.last_call: int | None = None
         self.missed_in_a_row = 0
         self.pacer = Pacer(
             b_ratio=setting.b_ratio,
@@ -115,7 +115,7 @@ class SimulatedRank:
             holds_production=not any(fence.is_open for fence in self.fences.values()),
             ready_versions=self.queue.peek_versions(),
             typical_steps=self.meter.typical_steps,
-            slow_steps=self.meter.slow_steps,
+            slow_steps=self.meter.slow_steps if self.setting.num_generations > 1 else None,
             missed_in_a_row=self.missed_in_a_row,
         )
 
@@ -210,16 +210,16 @@ class SimulatedRank:
         """Group, pack and offer what is not ahead of the clock."""
         heard = [rollout for rollout in self.held if rollout.version <= self.clock.current]
         self.held = [rollout for rollout in self.held if rollout.version > self.clock.current]
-        oldest = self.clock.current - self.setting.window
         for rollout in heard:
             self.groups.setdefault(rollout.group, []).append(rollout)
         for number, members in list(self.groups.items()):
             is_whole = len(members) + self.num_ended[number] == self.setting.num_generations
-            is_called = self.is_last_call and min(each.version for each in members) <= oldest
+            first = min(each.version for each in members)
+            is_called = self.last_call is not None and first < self.last_call - self.setting.window
             if is_whole or (is_called and len(members) > 1):
                 del self.groups[number]
                 self.num_ended[number] += len(members)
-                if self.setting.num_generations > 1:
+                if is_whole and self.setting.num_generations > 1:
                     self.meter.observe(max(rollout.steps for rollout in members))
                 if len(members) == 1 < self.setting.num_generations:  # too small to be compared
                     self.outcome.lost[members[0].is_long] += 1
@@ -308,6 +308,12 @@ class Versions:
             self.installed.add(index)
             self.served[index] = self.schedule.begun
 
+    def _last_call(self, step: int) -> int | None:
+        lead = max(self.setting.sync_every_steps, math.ceil(1 / self.setting.b_ratio))
+        if self.is_awaited:
+            return self.schedule.begun
+        return self.schedule.next_version if self.schedule.comes_within(lead, step) else None
+
     def _fences(self, server: int) -> list[InferFence]:
         return [rank.fences[server] for rank in self.ranks if server in rank.fences]
 
@@ -329,7 +335,7 @@ class Versions:
         for rank in self.ranks:
             if rank.clock.current < newest:
                 rank.clock.advance(newest)
-            rank.is_last_call = self.schedule.is_last_call(step)
+            rank.last_call = self._last_call(step)
             rank.offer_heard()
         for index, life in enumerate(self.lives):
             for fence in self._fences(index):
