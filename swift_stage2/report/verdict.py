@@ -26,6 +26,7 @@ import numpy as np
 from swift_stage2.config.stage2_ab import sustained
 from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, format_seconds, headline
 from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.scheduling.version_schedule import MOST_CADENCES
 from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import Start, Step
 from swift_stage2.telemetry.summary import SKIP_CAUSES, RunSummary
@@ -332,8 +333,9 @@ def _missing_packs(summary: RunSummary) -> Iterator[str]:
     )
     if later and num_stale:
         yield (
-            f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale; raise "
-            "stage2_ab.channel_b.prefetch.version_window."
+            f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale: new weights wait for "
+            f"them for {MOST_CADENCES} × stage2_ab.channel_b.prefetch.sync_every_steps steps at most; raise it, or lower "
+            "rollout.decoding.max_new_tokens."
         )
     elif later > WORTH * summary.num_b_wanted:
         late = "" if summary.num_b_run else ", or began too late"
