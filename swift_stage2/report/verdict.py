@@ -333,9 +333,9 @@ def _missing_packs(summary: RunSummary) -> Iterator[str]:
     )
     if later and num_stale:
         yield (
-            f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale: new weights wait for "
-            f"them for {MOST_CADENCES} × stage2_ab.channel_b.prefetch.sync_every_steps steps at most; raise it, or lower "
-            "rollout.decoding.max_new_tokens."
+            f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale: new weights wait "
+            f"for them for {MOST_CADENCES} × stage2_ab.channel_b.prefetch.sync_every_steps steps at most; raise it, or "
+            "lower rollout.decoding.max_new_tokens."
         )
     elif later > WORTH * summary.num_b_wanted:
         late = "" if summary.num_b_run else ", or began too late"
