@@ -122,10 +122,10 @@ class LearnerVersions:
 
     def _warn_of_long_rollouts(self) -> None:
         """Once, where a version has waited as long as it may, and one of this rank's rollouts is still out."""
-        schedule, pipeline = self._b.schedule, self._b.pipeline
-        num_steps = math.ceil(pipeline.most_steps_out(schedule.next_version))
-        is_out_of_turn = self._server_waits or schedule.is_asked_for
-        if self._has_warned or is_out_of_turn or not (self._makes_stale and num_steps):
+        schedule = self._b.schedule
+        if self._has_warned or self._server_waits or schedule.is_asked_for or not self._makes_stale:
+            return
+        if not (num_steps := math.ceil(self._b.pipeline.most_steps_out(schedule.next_version))):
             return
         self._has_warned = True
         self._events.record_warning(
