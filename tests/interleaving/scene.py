@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -92,6 +93,10 @@ _BUCKET_MIB = 4 / (1 << 20)  # one of the two tensors per bucket
 _ROWS = [{"index": index, "objects": {"ref": ["it"], "bbox": [[0, 0, 1, 1]]}} for index in range(_NUM_ROWS)]
 _QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
 _NETWORK = Network()
+_LOST_TO_THE_BOUND = (
+    r"new weights wait for a rollout for at most (\d+) × sync_every_steps = (\d+) steps, and one that has been out for "
+    r"about (\d+) steps is lost; write sync_every_steps: (\d+) or more, or lower rollout.decoding.max_new_tokens"
+)
 _ABANDONED = (PostEnd.TIMED_OUT, PostEnd.STOPPED)
 
 
@@ -227,6 +232,11 @@ class RankEvents:
     def record_warning(self, message: str) -> None:
         if "did not end" in message:
             active().fail(f"rank {self._rank}: {message}")
+        if found := re.fullmatch(_LOST_TO_THE_BOUND, message):
+            num_cadences, most_steps, num_steps, least = map(int, found.groups())
+            self._ledger.counts["rollouts told to be lost"] += 1
+            if num_cadences * least <= max(most_steps, num_steps):
+                active().fail(f"rank {self._rank}: {message}")
 
 
 class MemoryLog(EventLog):

@@ -66,7 +66,7 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
         "final evaluations complete", "final evaluations no_server", "final evaluations left out",
         "groups compared", "groups compared at the last call", "groups trained", "steps with groups waiting",
         "rollouts unused no_variance", "rollouts unused too_small", "rollouts unused dropped",
-        "rollouts of several versions",
+        "rollouts of several versions", "rollouts told to be lost",
     ):  # fmt: skip
         assert counts[what] or len(seeds) < FEWEST_TO_MEET_ALL, f"no seed of this batch met it: {what}"
 
