@@ -63,12 +63,12 @@ def _send(communicator: GlooCommunicator, num_bytes: int, value: int) -> threadi
 def test_one_learner_after_another_pushes_over_the_same_port(weights: StockWeights) -> None:
     port = free_port()
     for value in (7, 9):
-        weights.open_stream(port, 0)
+        weights.join(port)
         communicator = _join(port)
         for num_floats in (3, 5):
             weights.expect(_bucket(num_floats))
             sender = _send(communicator, 4 * num_floats, value)
-            weights.load(threading.Event())
+            weights.load()
             sender.join(_JOIN_S)
             assert weights._buffer.tolist() == [value] * 4 * num_floats
         weights.leave()
@@ -86,6 +86,7 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
         1,
         in_rollout=in_rollout,
         in_push=in_push,
+        num_wanted=NUM_STEPS - 1,
         num_rollout_steps=NUM_STEPS - 1,
         num_completions=0,
         num_tokens=clock["tokens"][-1],
