@@ -184,7 +184,7 @@ class Groups:
                 del self._waiting[group]
 
     def _goes_on(self, group: GroupId, last_call: int | None) -> bool:
-        """Whether it waits no longer for what is missing."""
+        """Whether the pipeline compares ``group`` now, without its missing rollouts."""
         members = self._waiting[group]
         if last_call is None or len(members) < self.settings.grpo.min_group:
             return False

@@ -120,7 +120,7 @@ class Pipeline:
         return ended
 
     def makes_stale(self, version: int) -> bool:
-        """Whether the pipeline holds rollouts or packs that are fresh now and stale at ``version``. On any thread."""
+        """Whether a rollout or pack here is fresh now and too old once ``version`` is proven. On any thread."""
         versions = [each.version for each in self.attempts.open().values()]
         in_groups = self.groups.rollouts if self.groups is not None else ()
         here = (*self._in_work, *self._awaiting_confirmation, *in_groups, *self._segments)

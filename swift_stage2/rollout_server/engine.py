@@ -154,7 +154,7 @@ class Engine(ABC):
 
     name: str
     installs_beside = True
-    """Whether the slot may call ``install`` while jobs are open. Otherwise it lets all of them end first."""
+    """True: the slot calls ``install`` while jobs are open. False: it waits until all jobs have ended."""
 
     def __init__(self, model: str) -> None:
         self.model = model

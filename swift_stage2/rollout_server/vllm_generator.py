@@ -196,7 +196,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether vLLM can change weights under running requests: it says which weights sampled which tokens."""
+        """True: vLLM changes weights under running requests, and reports the weights that sampled each token."""
         return hasattr(self.engine, "update_weight_version")
 
     @asynccontextmanager

@@ -37,7 +37,7 @@ class VersionSchedule:
         return self.most_cadences * self.sync_every_steps
 
     def comes_within(self, num_steps: int, step: int) -> bool:
-        """Whether the next version begins so soon after ``step`` whatever it makes stale."""
+        """Whether the schedule forces the next version at most ``num_steps`` after ``step``."""
         return self.begun_step is not None and step + num_steps >= self.begun_step + self.most_steps
 
     def is_due(self, step: int, *, any_proven: bool, server_waits: bool, makes_stale: bool = False) -> bool:

@@ -144,7 +144,6 @@ class StandInClient:
         self.distrusted: list[str] = []
         self.agreeing: set[str] = set()
         self.proven: tuple[str, ...] = ("http://server",)
-        self.is_open = True
         self.verdicts: dict[int, bool | None] = {}  # by version; of any other: proven
 
     @property

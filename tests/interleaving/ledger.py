@@ -346,7 +346,7 @@ class Ledger:
             )
 
     def _is_called(self, version: int | None, rollouts: Sequence[Rollout]) -> bool:
-        """Whether ``version``, which comes whatever it makes stale, makes one of them too old."""
+        """Whether ``version`` is forced and makes one of ``rollouts`` too old."""
         oldest = min(rollout.version for rollout in rollouts)
         return version is not None and oldest < version - self.setting.version_window
 

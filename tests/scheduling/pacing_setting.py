@@ -1,4 +1,4 @@
-"""What a simulated run is given, and what it counts."""
+"""The setting of one simulated run, and the counts that the run returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Setting:
     num_steps: int = 400
     seed: int = 0
     pipeline_delay: float = 1 / 64
-    """How long after a step start the pipeline acts; 0 makes whole durations end right at a step start."""
+    """Steps from the start of a step to the pipeline's turn; with 0, rollouts of whole steps end at a step start."""
     outage: tuple[int, int] = (0, 0)
     """Steps between which no server answers a new POST."""
     staged: bool = True
