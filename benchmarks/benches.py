@@ -120,6 +120,9 @@ _ALL = (
             Option("steps", 60, "optimizer steps per arm", least=7),
             Option("repeats", 3, "pairs of runs", least=1),
             Option("ranks", 2, "torchrun ranks", least=1),
+            Option(
+                "rows", "padded", "how both put rows together", choices=("padded", "padding_free", "packing")
+            ),
         ),
     ),
     Bench(

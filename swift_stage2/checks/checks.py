@@ -283,8 +283,12 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
             for rule in Rule
             if rule.is_advice and findings.counts.get(rule)
         ]
-    names = ", ".join(named_places(config.swift, "dataset"))
-    if validation := named_places(config.swift, "val_dataset"):
+    train, validation = (
+        [place for name in (own, f"cached_{own}") for place in named_places(config.swift, name)]
+        for own in ("dataset", "val_dataset")
+    )
+    names = ", ".join(train)
+    if validation:
         names += f"; for validation {', '.join(validation)}"
     if not num_rows:
         return f"{names}: no local JSONL, so that no row was checked", []

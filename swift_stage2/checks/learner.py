@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from swift_stage2.checks.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
+_OF_4_BITS = 0.3  # of 16, with their scales; vision tower and output layer stay as they are
 _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
@@ -99,7 +100,7 @@ def rank_bytes(swift: Mapping[str, Any], weights: int, itemsize: int, num_ranks:
     """Of weights, gradients and Adam's states on one rank; DeepSpeed keeps a copy and the states in float32."""
     zero, is_fsdp = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")), bool(swift.get("fsdp"))
     stage = 3 if is_fsdp else int(zero[1]) if zero else 0
-    own = weights / (num_ranks if stage == 3 else 1)
+    own = weights / (num_ranks if stage == 3 else 1) * (_OF_4_BITS if swift.get("quant_bits") else 1)
     if swift.get("tuner_type") != "full":
         return own
     states = weights + _DEEPSPEED_BYTES * weights / itemsize if zero else 3 * weights

@@ -120,6 +120,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As ms-swift does it, whose loss knows no columns: one that needs others than these takes them first."""
+        losses.set_text_positions(inputs)
         columns = {name: inputs.pop(name) for name in COLUMNS if name in inputs}
         found = {name: inputs.pop(name) for name in ALTERNATIVE_TOKENS if name in inputs}
         policy = losses.PolicyTerm.of(columns, self.stage2_config)
@@ -380,8 +381,10 @@ def _write_state(directory: Path, **state: Any) -> None:
 
 
 def _rows_of(dataset: Any) -> Any:
-    """The raw rows behind ms-swift's lazily encoding data set."""
-    return getattr(dataset, "dataset", dataset)
+    """The raw rows behind ms-swift's lazily encoding data set, or behind its packs of such rows."""
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return dataset
 
 
 def _config_from_environment() -> Stage2Config:
