@@ -70,6 +70,8 @@ class Encoder:
         self._template.sequence_parallel_size = 1
         self.attach_model()
         self._tokenizer = self._template.tokenizer
+        # ms-swift turns them into ids in a list of the template's class, which no other process has.
+        self._media_tokens = frozenset(self._template.placeholder_tokens)
         if not getattr(self._tokenizer, "is_fast", False):
             raise ConfigError(
                 "channel B maps text to tokens by character offsets and needs a fast tokenizer",
@@ -201,7 +203,7 @@ class Encoder:
 
     def require_trainable(self, rollout: Rollout) -> None:
         """Raises SampleError when the sampled tokens cannot be trained as they are: one stands for an image."""
-        media = set(self._template.placeholder_tokens).intersection(rollout.token_ids)
+        media = self._media_tokens.intersection(rollout.token_ids)
         if media:
             raise SampleError(
                 "a rollout that is trained as it was sampled may hold no token that stands for an image, video or "

@@ -136,10 +136,15 @@ def test_verdicts_are_those_of_a_thread_and_a_bad_sample_costs_no_other(
     rollouts = rollouts_of(encoder, rows)
     rollouts[1] = replace(rollouts[1], prompt_token_ids=(1, 2))
     thread = Preprocessor(encoder, make_task())
+    image = replace(rollouts[2], token_ids=(5, 6, 7))
+    for in_group, asked in ((False, rollouts), (True, [*rollouts[:2], image, *rollouts[3:]])):
+        found = shared.score(asked, in_group=in_group)
+        for one, other in zip(found, thread.score(asked, in_group=in_group), strict=True):
+            assert one == other or (type(one), str(one)) == (type(other), str(other))
+        scored = [isinstance(each, ScoredRollout) for each in found]
+        assert scored == [True, False, not in_group, True, True, True]
+    assert "stands for an image, video or audio, got token_id=6" in str(found[2])
     found = shared.score(rollouts)
-    for one, other in zip(found, thread.score(rollouts), strict=True):
-        assert one == other or (type(one), str(one)) == (type(other), str(other))
-    assert [isinstance(each, ScoredRollout) for each in found] == [True, False, *[True] * 4]
     encoded = shared.encode(rollouts)
     assert [isinstance(each, EncodedRollout) for each in encoded] == [True, False, *[True] * 4]
     assert str(encoded[1]) == str(found[1])
