@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,7 +122,10 @@ def test_a_pack_of_ms_swifts_trains_the_sum_of_its_rows_and_rows_stay_single_for
     """The flags of the template are ms-swift's again once the canary has asked it for one answer."""
     packing = {"packing": True, "packing_length": PACKING_LENGTH, "per_device_train_batch_size": 1}
     given = {"stage2": channel_a_alone()}
-    trainer = build_trainer(rows_file, tmp_path / "out", trainer=Stage2Trainer, given=given, **packing)
+    trainer = build_trainer(
+        rows_file, tmp_path / "out", trainer=Stage2Trainer, given=given, learning_rate=0.0, **packing
+    )
+    trainer.train()
     packs = trainer.train_dataset
     assert sum(len(packs[number]) for number in range(len(packs))) == len(rows) > len(packs)
     single = _rows_of(packs)
@@ -159,11 +163,56 @@ def test_a_pack_of_channel_b_goes_beside_what_ms_swift_measures_of_its_own(
             padding_free=free,
             acc_strategy="seq",
             enable_channel_loss=free,
+            learning_rate=0.0,
         )
+        trainer.train()
         encoder = make_encoder(trainer.template)
         segments = [segment_of(encoder, make_task(), sample_of(row, n)) for n, row in enumerate(rows[:3])]
         losses.append(_step(trainer, encoder.collate(segments), 7)[0])
     assert losses[0] == losses[1]
+
+
+def _fuse(model: Any, options: Any) -> None:
+    """Liger's contract: a pass with labels gives a loss and no logits, and none cuts them. Its kernels need a GPU."""
+    whole, model.fused = model.forward, []
+
+    def forward(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        found = whole(*args, labels=labels, **kwargs)
+        if model.training and labels is not None:
+            model.fused.append(float(found.loss))
+            found.logits = None
+        return found
+
+    known = inspect.signature(whole)
+    kept = [each for name, each in known.parameters.items() if name != "logits_to_keep"]
+    forward.__signature__ = known.replace(parameters=kept)  # type: ignore[attr-defined]
+    model.forward = forward
+
+
+def test_ligers_fused_loss_trains_channel_a_alone(
+    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swift.trainers.arguments.is_liger_available", lambda: True)
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", _fuse)
+    found = []
+    for use in (False, True):
+        given = {"stage2": channel_a_alone()}
+        trainer = build_trainer(
+            rows_file,
+            tmp_path / str(use),
+            trainer=Stage2Trainer,
+            given=given,
+            learning_rate=0.0,
+            use_liger_kernel=use,
+        )
+        trainer.train()
+        encoder, task = make_encoder(trainer.template), make_task(missed_order=MissedOrder.ANY)
+        segments = [segment_of(encoder, task, sample_of(row, n)) for n, row in enumerate(rows[:3])]
+        (channel_a,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((channel_a, *_step(trainer, encoder.collate(segments), 7)))
+        assert len(getattr(trainer.model, "fused", ())) == use, "one step of channel A, none of B"
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
+    _assert_close(found[1][2], found[0][2])
 
 
 # --- a pack ----------------------------------------------------------------------------------------

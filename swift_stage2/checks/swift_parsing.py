@@ -43,7 +43,8 @@ class LearnerArguments(SftArguments):  # type: ignore[misc]
 
     def _check_padding_free(self) -> None:
         """Packs as ms-swift does; what keeps the rows of a pack apart is ``losses.set_text_positions``."""
-        self.padding_free = self.padding_free or self.packing
+        if self.packing:
+            self.padding_free = True
 
 
 def refuse_unreadable(

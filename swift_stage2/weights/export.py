@@ -163,7 +163,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     if _quantised(parameter) is not None:
         from peft.utils.integrations import dequantize_bnb_weight
 
-        dense: torch.Tensor = dequantize_bnb_weight(parameter)
+        dense: torch.Tensor = dequantize_bnb_weight(parameter)  # type: ignore[arg-type]
         return dense
     if not _is_sharded(parameter):
         return parameter.detach()
