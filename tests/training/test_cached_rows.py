@@ -10,7 +10,6 @@ from builders import config_of
 from datasets import Dataset
 from real_model import STAGE1, make_task
 from sft_run import build_trainer, channel_a_alone
-from swift.arguments import ExportArguments
 from swift.pipelines.export.cached_dataset import ExportCachedDataset
 
 from swift_stage2 import Stage2Trainer
@@ -28,12 +27,11 @@ def cached(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("cached") / "set"
     options = {
         "model": STAGE1, "model_type": TINY_VL, "template": TINY_VL, "dataset": rows_file, "output_dir": directory,
-        "to_cached_dataset": True, "split_dataset_ratio": 0, "dataset_num_proc": 1, "check_model": False,
+        "to_cached_dataset": True, "split_dataset_ratio": 0, "dataset_num_proc": 1,
         "load_from_cache_file": False,
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    export = type("Export", (ExportCachedDataset,), {"args_class": ExportArguments})
-    export(words).main()
+    ExportCachedDataset(words).main()
     return directory / "train"
 
 
@@ -46,8 +44,8 @@ def test_it_is_trained_and_drawn_as_its_files_would_be(
 
     ours, files = trainer("ours", None, cached_dataset=cached), trainer("files", rows_file)
     drawn = _rows_of(ours.train_dataset)
-    assert [row["messages"] for row in drawn] == [row["messages"] for row in _rows_of(files.train_dataset)]
-    assert [row["objects"]["bbox"] for row in drawn] == [row["objects"]["bbox"] for row in rows]
+    for name in ("messages", "objects"):
+        assert [row[name] for row in drawn] == [row[name] for row in _rows_of(files.train_dataset)]
     assert len(usable_rows(drawn, make_task(), RowsWithoutObjects.REFUSE)) == len(rows)
     for name in ("input_ids", "labels"):
         assert ours.train_dataset[0][name] == files.train_dataset[0][name]
