@@ -203,6 +203,8 @@ REFUSED: list[dict[str, Any]] = [
     {"swift.fsdp": "fsdp2", "swift.save_only_model": True, "swift.tuner_type": "full"},
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c", "swift.tuner_type": "lora"},
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c"},
+    {"swift.quant_bits": 4, "swift.deepspeed": "zero3"},
+    {"swift.quant_bits": 4, "swift.fsdp": "fsdp2"},
     {"swift.enable_dft_loss": True, f"{TARGET}.missed_order": "any"},
     {"swift.loss_type": "mine", f"{TARGET}.missed_order": "any"},
     # rollouts that are trained by their rewards
@@ -245,6 +247,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"swift.deepspeed": "zero3"},
     {"swift.average_tokens_across_devices": True, "swift.fsdp": "fsdp2"},
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c", "swift.tuner_type": "full"},
+    {"swift.quant_bits": 4, "swift.quant_method": "bnb", "swift.deepspeed": "zero2"},
+    {"swift.packing": True, "swift.padding_free": True, "swift.use_liger_kernel": True},
+    {"swift.cached_dataset": ["cached/train"]},
     BY_REWARDS,
     BY_REWARDS | {"stage2_ab.objective": "mixed"},
     BY_REWARDS | WITH_A_REFERENCE,
