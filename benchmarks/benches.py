@@ -49,6 +49,7 @@ _ALL = (
                 "slow-share", [0.0], "shares of the rollouts that wait ten times as long", least=0, most=1
             ),
             Option("sync-every-steps", [4], "least steps between two versions of ours", least=1),
+            Option("server", "stand-in", "which answers; vllm computes", choices=("stand-in", "vllm")),
             Option("half-as-fast", False, "ours alone: beside one server, one half as fast, and both"),
             Option("max-inflight", 64, "rollouts that each of our servers may have at once", least=1),
             _STEPS,
