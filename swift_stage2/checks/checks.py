@@ -22,6 +22,7 @@ from swift_stage2.checks.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
     refuse_lone_addresses,
+    refuse_unservable,
     warn_of_open_servers,
 )
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
@@ -336,6 +337,11 @@ CHECKS = (
     Check("data sets", "rows", _data_sets),
     Check("earlier run", "run_directory", lambda config, known: refuse_earlier_run(config.swift)),
     Check("ranks", "num_ranks", _checkpoint_ranks),
+    Check(
+        "engine and model",
+        "started_servers",
+        lambda config, known: refuse_unservable(config, known.started_servers or ()),
+    ),
     Check(
         "ports",
         "started_servers",

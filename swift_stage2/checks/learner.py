@@ -27,12 +27,15 @@ _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two mom
 
 
 def examine_learner(
-    check_run: CheckRun, config: Stage2Config, scratch: Path, num_ranks: int
+    check_run: CheckRun, config: Stage2Config, scratch: Path, num_ranks: int, *, is_host: bool
 ) -> tuple[CheckResult[LearnerPreparation], CheckResult[CheckedRows]]:
-    """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
+    """The rows of model and data; hands on what the trainer would start from, and samples of its data.
+
+    ``is_host``: whether the learner's devices may be on this host.
+    """
     check_run.begin_section("Model and data")
     found = torch.accelerator.current_accelerator(check_available=True)
-    devices = (found.type if found else None, torch.cuda.device_count())
+    devices = (found.type if found else None, torch.cuda.device_count()) if is_host else None
     rows = check_run.show(config, CheckStage(devices=devices, files=True, rows=True))
     checkpoint, rows_checked = rows["model directory"], rows["data sets"]
     prepared = check_run.check(
@@ -41,7 +44,11 @@ def examine_learner(
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
-    check_run.check("memory", lambda: check_memory(config, prepared.result, num_ranks), needs=[prepared])
+    check_run.check(
+        "memory",
+        lambda: check_memory(config, prepared.result, num_ranks, is_host=is_host),
+        needs=[prepared],
+    )
     if not config.b_enabled:
         return prepared, check_run.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
     samples = check_run.check(
@@ -75,13 +82,17 @@ def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparat
     )
 
 
-def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> CheckResult[None]:
+def check_memory(
+    config: Stage2Config, prepared: LearnerPreparation, num_ranks: int, *, is_host: bool
+) -> CheckResult[None]:
     """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
     weights = sum(path.stat().st_size for path in prepared.model_directory.glob("*.safetensors"))
     if not weights:
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")
     need = rank_bytes(config.swift, weights, prepared.args.torch_dtype.itemsize, num_ranks)
     is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
+    if not is_host:
+        return left_out(f"a rank needs {need / 1e9:.3g} GB of a GPU, and more for activations; none is here")
     where, room = "of main memory", available_memory_bytes()
     if not is_on_cpu:
         where, room = "of the GPU", torch.cuda.get_device_properties(0).total_memory

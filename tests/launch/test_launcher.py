@@ -185,6 +185,20 @@ def test_a_mistake_that_a_rank_told_is_told_again_as_the_last_line(launch: Launc
     assert running.output.splitlines()[-1] == "refused: the model must exist, got “x”; check it"
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_check_begins_once_all_servers_answer_is_shown_whole_and_its_status_is_the_launchs(
+    launch: Launch, status: int
+) -> None:
+    check = {"is_check": True, "verbose": False, "devices": ["0", "1"], "learner_devices": ""}
+    running = launch(learner=["exit", str(status)], more_ports=[free_port()], **check)
+    assert running.finish() == status
+    told = running.output
+    assert max(told.index("server0 answers"), told.index("server1 answers")) < told.index("started learner")
+    assert "[learner] learner ends" in told
+    assert "engine runs" not in told
+    assert told.splitlines()[-1] == "[learner] learner ends"
+
+
 def test_servers_alone_are_served_until_a_signal(launch: Launch) -> None:
     running = launch(learner=None)
     running.wait_for("all servers of this machine are up")
