@@ -164,6 +164,7 @@ REFUSED: list[dict[str, Any]] = [
     launched({"upstream_port": 9}),
     launched({"env": {"CUDA_VISIBLE_DEVICES": "1"}}),
     launched({"env": {"A": True}}),
+    {LEARNER: {"env": {"CUDA_VISIBLE_DEVICES": "1"}}},
     *(launched({"args": {name: "x"}}) for name in ("host", "--port", "api-key-env")),
     sharing({"engine": "vllm"}),
     sharing(on_vllm(0.6), on_vllm(0.4)),

@@ -281,6 +281,7 @@ def _plan_learner(
         # Without --log-dir torchrun makes a folder in the temporary directory at every start, and leaves it there.
         environment={"PET_LOG_DIR": str(status_file.with_name("torchrun"))}
         | _environment(outer, process.devices, "launch.learner.devices")
+        | {name: str(value) for name, value in process.env.items()}
         | {EXIT_STATUS_FILE: str(status_file)},
     )
 
