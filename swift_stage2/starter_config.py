@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.unlink()
         raise UserError(f"what was asked for cannot run: {error}") from error
     if script.arguments and not options.model:
-        must = "must answer in your rows' format; if it does not, train it first and name the checkpoint"
+        must = (
+            "must answer in your rows' format; if it does not, train it first; --model names the checkpoint"
+        )
         say(f"{_option('model', data['swift']['model'])}: {must}")
     rollout, learner = options.rollout_gpus, options.learner_gpus
     if shared := sorted(set(rollout) & set(learner)):
@@ -170,7 +172,8 @@ def _take_devices(options: argparse.Namespace, script: TrainScript) -> None:
             options.rollout_gpus = [gpu for gpu in gpus if gpu not in learner] or gpus
         if options.learner_gpus is None:
             options.learner_gpus = [gpu for gpu in gpus if gpu not in options.rollout_gpus] or gpus
-        say(f"GPUs {gpus}: learner {options.learner_gpus}, servers {options.rollout_gpus}, or --rollout-gpus")
+        sides = f"{options.learner_gpus} for the learner, {options.rollout_gpus} for servers"
+        say(f"GPUs {gpus}: {sides}, or as --learner-gpus and --rollout-gpus say")
         if len(gpus) > 1 and "NPROC_PER_NODE" not in script.environment:
             say(
                 "one process on all GPUs: here each rank holds the whole model, unless swift.deepspeed is zero3"
