@@ -239,7 +239,7 @@ def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[
     Raises:
         DatasetError: the rows have no messages, as those that ms-swift has cached as token ids.
     """
-    if len(rows) and "messages" not in rows[0]:
+    if len(rows) and "input_ids" in rows[0] and "messages" not in rows[0]:
         raise DatasetError(
             "rows of a data set must have messages",
             got=f"columns {', '.join(rows[0])}",

@@ -6,7 +6,7 @@ Nothing of ms-swift's loop is repeated. Importing this changes nothing; ``regist
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -327,7 +327,8 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
         super().__init__(arguments)
 
     def _prepare_dataset(self) -> Any:
-        packing._spawn_workers = _pack_here
+        # In this process: of a worker of its own that has failed ms-swift would wait without a deadline.
+        packing._spawn_workers = lambda context, *, target, jobs: [target(*words) for words in jobs]
         with going_on("train", "reading the data set"):
             return super()._prepare_dataset()
 
@@ -374,13 +375,6 @@ class _Stage2Callback(TrainerCallback):
         loss = (logs or {}).get("loss")  # evaluations and the end of training are logged without one
         if loss is not None and self._trainer.stage2 is not None:
             self._trainer.stage2.telemetry.record_loss(float(loss))
-
-
-def _pack_here(context: Any, *, target: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Packs as ms-swift does, in this process: it would wait without a deadline for one of its own that has failed."""
-    for arguments in jobs:
-        target(*arguments)
-    return []
 
 
 def _write_state(directory: Path, **state: Any) -> None:
