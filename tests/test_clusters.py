@@ -27,28 +27,17 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((CLUSTERS / name).read_text()))
 
 
-def sky_run() -> str:
-    (task,) = documents("skypilot.yaml")
-    return str(task["run"])
-
-
-def programs(tmp_path: Path, **texts: str) -> dict[str, str]:
-    """The environment in which these are the first programs that are found."""
-    for name, text in texts.items():
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    return {"PATH": os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])}
-
-
 def submit(tmp_path: Path, script: str, config: str, *hosts: str) -> list[list[str]]:
     """What the script has srun do, on an allocation of these hosts; its words, and how long the key is."""
-    listed = "#!/bin/sh\nprintf '%s\\n' " + " ".join(hosts) + "\n"
-    found = programs(tmp_path, srun=TOLD, scontrol=listed)
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": TOLD, "scontrol": "#!/bin/sh\nprintf '%s\\n' " + " ".join(hosts)}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_CPUS_PER_TASK": "1"}
+    slurm["PATH"] = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     words = ["bash", str(CLUSTERS / script), str(ROOT / "configs" / config)]
     done = subprocess.run(
-        words, cwd=tmp_path, env=os.environ | slurm | found, capture_output=True, text=True, timeout=60
+        words, cwd=tmp_path, env=os.environ | slurm, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
     told = [line.split("\t")[1:] for line in done.stdout.splitlines()]
@@ -94,15 +83,12 @@ def test_the_names_that_kubernetes_gives_make_a_configuration(tmp_path: Path) ->
         assert config.launch.learner.rdzv_endpoint in (None, "learner-0.learner:29400")
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "skypilot.yaml"])
-def test_bash_can_read_the_script(script: str) -> None:
-    text = sky_run() if script == "skypilot.yaml" else (CLUSTERS / script).read_text()
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_every_command_exists_with_its_options() -> None:
-    texts = [*((CLUSTERS / name).read_text() for name in SCRIPTS), sky_run()]
+def test_bash_can_read_every_script_and_its_commands_exist_with_their_options() -> None:
+    (task,) = documents("skypilot.yaml")
+    texts = [*((CLUSTERS / name).read_text() for name in SCRIPTS), task["run"]]
+    for text in texts:
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
     for name in ("kubernetes-servers.yaml", "kubernetes-learner.yaml"):
         (container,) = documents(name)[1]["spec"]["template"]["spec"]["containers"]
         texts.append(" ".join(container["args"]))

@@ -99,20 +99,18 @@ class CheckRun:
             fix=self._clean(result.fix),
             counts_as_failed=held.counts_as_failed if held else result.verdict is Verdict.FAILED,
         )
-        self.findings.append(result)
+        if result.verdict is not Verdict.OK or result.found:  # what has nothing to say has no row
+            self.findings.append(result)
         return result
 
     def show(
         self, config: Stage2Config, known: CheckStage, *, needs: Sequence[CheckResult[Any]] = ()
     ) -> dict[str, CheckResult[None]]:
         """The results of the checks whose needs are ``known``, by name. Those with nothing to say have no row."""
-        shown = {}
-        for check in due_checks(known):
-            result = self.check(check.name, partial(_look, check, config, known), needs=needs)
-            shown[check.name] = result
-            if result.verdict is Verdict.OK and not result.found:
-                self.findings.pop()
-        return shown
+        return {
+            check.name: self.check(check.name, partial(_look, check, config, known), needs=needs)
+            for check in due_checks(known)
+        }
 
     @property
     def num_failed(self) -> int:
@@ -209,15 +207,15 @@ def examine(check_run: CheckRun, path: Path, options: argparse.Namespace, scratc
         for name in ("model and data", "servers"):
             check_run.check(name, lambda: ok(""), needs=[loaded])
         return
-    config, role, is_host = loaded.result, options.role, True
+    config, role = loaded.result, options.role
     learner = config.launch.learner
     ranks_per_node = options.nproc_per_node or learner.nproc_per_node
     num_ranks = learner.nnodes * ranks_per_node
     if role != _SERVER:
         check_run.show(config, CheckStage(run_directory=True, num_ranks=num_ranks))
+    devices = check_run.check("devices", lambda: check_devices(config, role))
+    is_host = devices.verdict is not Verdict.NOT_CHECKED
     if config.launch.servers or learner.devices:
-        devices = check_run.check("devices", lambda: check_devices(config, role))
-        is_host = devices.verdict is not Verdict.NOT_CHECKED
         _take_learner_device(config)
     if role == _SERVER:
         check_run.check("model and data", lambda: left_out("the learner's, by --role server"))
@@ -316,7 +314,7 @@ def _load(path: Path) -> CheckResult[Stage2Config]:
 def check_devices(config: Stage2Config, role: str = _ALL) -> CheckResult[None]:
     """Who gets which devices, and whether this machine has them; those of another host are that one's to count.
 
-    Left out where it can have none that anybody of ``role`` is given: this machine is then no host of the run.
+    Left out where ``role`` wants a GPU and this machine can have none: it is then no host of the run.
     """
     import torch
 
@@ -329,10 +327,13 @@ def check_devices(config: Stage2Config, role: str = _ALL) -> CheckResult[None]:
             here[f"launch.servers[{index}]"] = server.devices, needs_none
     if not here:
         return left_out("no base_url of launch.servers has an address of this host")
-    if any(devices for devices, _ in here.values()) and not num_here and not has_gpu_driver():
+    wants_gpu = any(devices for devices, _ in here.values()) or (role != _SERVER and not on_cpu)
+    if wants_gpu and not num_here and not has_gpu_driver():
         return left_out(
             "this host has no GPU: devices, ports and rendezvous are for the run's own hosts to check"
         )
+    if not (launch.servers or launch.learner.devices):
+        return ok("")
     told, bare = [], []
     for owner, (devices, needs_none) in here.items():
         select_devices(os.environ, devices, f"{owner}.devices")

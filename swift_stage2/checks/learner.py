@@ -38,9 +38,11 @@ def examine_learner(
     devices = (found.type if found else None, torch.cuda.device_count()) if is_host else None
     rows = check_run.show(config, CheckStage(devices=devices, files=True, rows=True))
     checkpoint, rows_checked = rows["model directory"], rows["data sets"]
+    # Without a GPU transformers would refuse 16 bits.
+    swift = config.swift if is_host else {**config.swift, "use_cpu": True}
     prepared = check_run.check(
         "template",
-        lambda: _prepare(config, scratch),
+        lambda: _prepare(swift, scratch),
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
@@ -71,10 +73,10 @@ def examine_learner(
     return prepared, samples
 
 
-def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparation]:
+def _prepare(swift: Mapping[str, Any], scratch: Path) -> CheckResult[LearnerPreparation]:
     from swift_stage2.checks.preparation import prepare_learner  # loads ms-swift
 
-    prepared = prepare_learner(config.swift, scratch, with_weights=False)
+    prepared = prepare_learner(swift, scratch, with_weights=False)
     return ok(
         f"ms-swift takes section swift; template {prepared.args.template}, {len(prepared.template.tokenizer)} tokens, "
         f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",

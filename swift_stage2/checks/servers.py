@@ -47,7 +47,8 @@ def refuse_unservable(config: Stage2Config, indices: Iterable[int]) -> None:
     """
     for index in indices:
         process, key = config.launch.servers[index], f"launch.servers[{index}]."
-        if process.engine is not ServerEngine.TRANSFORMERS and not vllm_is_installed():
+        has_own_packages = "PYTHONPATH" in process.env
+        if process.engine is not ServerEngine.TRANSFORMERS and not (vllm_is_installed() or has_own_packages):
             raise ConfigError(
                 f"{key}engine needs vLLM in this host's environment",
                 got=f"engine={str(process.engine)!r} and no such package",

@@ -175,7 +175,8 @@ def test_each_side_is_judged_without_what_only_the_other_can_know(
 
 def test_a_host_that_serves_alone_has_nothing_to_mend(configure: Configure, doctor: Doctor) -> None:
     launch = {"servers": [{"engine": "transformers"}], "learner": {"devices": [0, 1]}}
-    report = doctor(configure(f"http://127.0.0.1:{free_port()}", launch=launch), "--role", "server")
+    config = configure(f"http://127.0.0.1:{free_port()}", launch=launch, swift__use_cpu=False)
+    report = doctor(config, "--role", "server")
     assert report.status == 0, report.text
     assert report.row("devices")["found"] == "disjoint (launch.servers[0]: CPU only)"
 
@@ -188,16 +189,19 @@ LOGIN_NODE = {
     },
     "rollout__servers": [{"base_url": f"http://SERVER_{index}:8000"} for index in (0, 1)],
     "swift__use_cpu": False,
+    "swift__torch_dtype": "bfloat16",  # which transformers refuses without a GPU
 }
 
 
-@pytest.mark.parametrize("role", ["all", "learner", "server"])
+@pytest.mark.parametrize(
+    ("role", "changes"), [("all", {}), ("learner", {}), ("server", {}), ("all", {"launch": {}})]
+)
 def test_a_login_node_is_asked_for_no_device_no_port_and_no_name(
-    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, role: str
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("swift_stage2.checks.doctor.has_gpu_driver", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as some sites set it there
-    report = doctor(configure(**LOGIN_NODE), "--role", role)
+    report = doctor(configure(**LOGIN_NODE | changes), "--role", role)
     assert report.status == 0, report.text
     assert "devices" in not_checked(report)
     if role != "server":
