@@ -25,7 +25,10 @@ from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser
 
 _FIRST_PORT, _FIRST_GROUP_PORT = 8000, 29600
-_PATHS = ("model", "dataset", "val_dataset", "external_plugins", "adapters", "deepspeed")
+_PATHS = (
+    *("model", "dataset", "val_dataset", "cached_dataset", "cached_val_dataset"),
+    *("external_plugins", "adapters", "deepspeed"),
+)
 _OF_BOTH_SIDES = ("model_type", "template", "external_plugins", "max_pixels")
 _HEAD = """\
 # Written by swift-stage2 init; every key is explained in docs/design/formats.md.

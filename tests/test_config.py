@@ -206,6 +206,7 @@ REFUSED: list[dict[str, Any]] = [
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c"},
     {"swift.quant_bits": 4, "swift.deepspeed": "zero3"},
     {"swift.quant_bits": 4, "swift.fsdp": "fsdp2"},
+    {"swift.quant_bits": 4},
     {"swift.enable_dft_loss": True, f"{TARGET}.missed_order": "any"},
     {"swift.loss_type": "mine", f"{TARGET}.missed_order": "any"},
     # rollouts that are trained by their rewards

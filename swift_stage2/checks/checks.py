@@ -294,9 +294,15 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
     if not num_rows:
         return f"{names}: no local JSONL, so that no row was checked", []
     parts = "form and pictures"
+    unread = [
+        place
+        for name in ("cached_dataset", "cached_val_dataset")
+        for place in named_places(config.swift, name)
+    ]
+    told = f"; none of {', '.join(unread)}" if unread else ""
     if num_coordinates is not None:
         parts = f"picture, {'points' if num_coordinates == 2 else 'boxes'} and answer"
-    return f"{names}: all {num_rows:,} rows checked, each with its {parts}", advice
+    return f"{names}: all {num_rows:,} rows checked, each with its {parts}{told}", advice
 
 
 def _refuse_faults(argument: str, findings: Findings, options: str) -> None:

@@ -165,5 +165,6 @@ def check_step_sizes(
     """The rows that a step of each channel trains."""
     sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
     if sizes is None:
-        return left_out("no row could be measured")
+        unknown = "swift.packing_length is not written, so ms-swift packs up to the model's own maximum"
+        return left_out(unknown if samples.lengths.num_tokens else "no row could be measured")
     return warning(*sizes) if sizes.remedy else ok(sizes.told)

@@ -114,6 +114,12 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = Fal
             got=f"{sharded}={arguments[sharded]!r:.200}",
             remedy="write deepspeed: zero2, or remove it",
         )
+    if is_on(arguments.get("quant_bits")) and not arguments.get("quant_method"):
+        raise ConfigError(
+            "swift.quant_bits needs swift.quant_method (ms-swift quantises nothing without it)",
+            got=f"quant_bits={arguments['quant_bits']!r:.200} alone",
+            remedy="write quant_method: bnb",
+        )
     if sharded != "fsdp":
         return
     for other in ("deepspeed", "save_only_model"):

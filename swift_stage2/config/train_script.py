@@ -85,7 +85,11 @@ def read_train_script(source: str) -> TrainScript:
         raise UserError("--from must hold one command that trains with swift sft", got=got, remedy=_REMEDY)
     ((where, before, options),) = found
     if not re.search(r"(?<![\w-])swift( |[./]cli[./])sft(\.py)? in ", where):
-        raise UserError("--from must train with swift sft, on which stage 2 builds", got=where)
+        raise UserError(
+            "--from must train with swift sft, on which stage 2 builds",
+            got=where,
+            remedy="give a swift sft of the same model; to train by rewards add --set stage2_ab.objective=grpo",
+        )
     arguments = _arguments([field for word in options for field in _fields(word, variables)])
     for word, following in zip(before, [*before[1:], ""], strict=True):
         ranks = _RANKS.fullmatch(word)

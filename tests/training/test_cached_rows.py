@@ -51,7 +51,9 @@ def test_it_is_trained_and_drawn_as_its_files_would_be(
         assert ours.train_dataset[0][name] == files.train_dataset[0][name]
 
 
-def test_the_doctor_reads_it(cached: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_the_doctor_reads_it(
+    cached: Path, rows: list[dict[str, Any]], rows_file: Path, tmp_path: Path
+) -> None:
     swift = {
         "model": str(STAGE1),
         "model_type": TINY_VL,
@@ -60,10 +62,15 @@ def test_the_doctor_reads_it(cached: Path, rows: list[dict[str, Any]], tmp_path:
     }
     train, validation = prepare_learner({**swift, "use_cpu": True}, tmp_path, with_weights=False).row_sets
     assert (len(train), len(validation)) == (len(rows), 0)
-    rest = {"cached_val_dataset": ["/nowhere/val"], "dataset": []}
-    config = config_of({"swift": {**swift, **rest}})
-    found, _ = check_data(config)
-    assert found == f"{cached}; for validation /nowhere/val: no local JSONL, so that no row was checked"
+    rest = {"cached_val_dataset": [f"{cached}#2"], "dataset": []}
+    found, _ = check_data(config_of({"swift": {**swift, **rest}}))
+    assert found == f"{cached}; for validation {cached}#2: no local JSONL, so that no row was checked"
+    both = {**swift, "dataset": [str(rows_file)]}
+    assert check_data(config_of({"swift": both}))[0].endswith(f"; none of {cached}")
+    with pytest.raises(
+        DatasetError, match=r"^swift\.cached_dataset must name folders that exist, got .*/gone'"
+    ):
+        check_data(config_of({"swift": {**swift, "cached_dataset": [f"{cached}/gone"]}}))
 
 
 def test_token_ids_without_messages_are_refused() -> None:
