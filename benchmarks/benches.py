@@ -49,6 +49,7 @@ _ALL = (
                 "slow-share", [0.0], "shares of the rollouts that wait ten times as long", least=0, most=1
             ),
             Option("sync-every-steps", [4], "least steps between two versions of ours", least=1),
+            Option("server", "stand-in", "which answers; vllm computes", choices=("stand-in", "vllm")),
             Option("half-as-fast", False, "ours alone: beside one server, one half as fast, and both"),
             Option("max-inflight", 64, "rollouts that each of our servers may have at once", least=1),
             _STEPS,
@@ -120,6 +121,9 @@ _ALL = (
             Option("steps", 60, "optimizer steps per arm", least=7),
             Option("repeats", 3, "pairs of runs", least=1),
             Option("ranks", 2, "torchrun ranks", least=1),
+            Option(
+                "rows", "padded", "how both put rows together", choices=("padded", "padding_free", "packing")
+            ),
         ),
     ),
     Bench(

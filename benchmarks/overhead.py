@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,18 @@ _LEAST_STEPS = NUM_WARMUP + 2
 HOOKS_BUDGET = 0.01
 STEP_BUDGET = 1.03
 
+_ROWS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "padding_free": {"padding_free": True},
+    "packing": {
+        "packing": True,
+        "packing_length": 1024,
+        "per_device_train_batch_size": 1,
+        "lazy_tokenize": False,
+    },
+}
+"""How ms-swift puts rows into a micro-batch."""
+
 
 class ArmName(StrEnum):
     PLAIN = "plain"  # ``swift sft`` itself
@@ -51,8 +64,8 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         num_steps=options.steps,
         b_ratio=0.0,
         num_ranks=options.ranks,
-        plugins=(PLUGINS / "clocks.py",),
-        swift={"callbacks": [STEP_CLOCK], "save_strategy": "no"},
+        plugins=(PLUGINS / "clocks.py", PLUGINS / "packed_rows.py"),
+        swift={"callbacks": [STEP_CLOCK], "save_strategy": "no", **_ROWS[options.rows]},
     )
     write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
     clocks: dict[ArmName, list[Clock]] = {arm: [] for arm in ArmName}

@@ -33,10 +33,12 @@ from benchmarks.learner_job import (
 from benchmarks.overlap import Mode, run_of
 from benchmarks.processes import Processes
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
-from benchmarks.servers import BenchServers, start_stand_in
+from benchmarks.servers import BenchServers, start_stand_in, start_vllm
 from swift_stage2 import config
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.events import Trained
+
+_FOR_LONG_ANSWERS = {"max_new_tokens": 512, "packing_length": 1024}
 
 
 class LoopArm(StrEnum):
@@ -152,9 +154,9 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     with BenchServers(directory / "logs") as servers:
         wanted = {(case.is_peer, case.slow_share, each) for case in cases for each in case.latencies}
         ports = {
-            (stock, share, latency): start_stand_in(
-                servers, rows, options.latency_s * latency, slow_share=share, stock=stock
-            )
+            (stock, share, latency): start_vllm(servers, stock=stock, slow_share=share)
+            if options.server == "vllm"
+            else start_stand_in(servers, rows, options.latency_s * latency, slow_share=share, stock=stock)
             for stock, share, latency in sorted(wanted)
         }
         for number, case in in_turns(cases, options.repeats):
@@ -172,6 +174,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 mode=config.Mode.INLINE if case.loop is LoopArm.OURS_INLINE else config.Mode.ASYNC,
                 objective=config.Objective(case.objective or config.Objective.GRPO),
                 max_inflight=options.max_inflight,
+                **(_FOR_LONG_ANSWERS if options.server == "vllm" else {}),
             )
             runs[number][case] = (_run_peer if case.is_peer else _run_ours)(servers, case.loop, arm)
     publish(directory, "peer", *tables(cases, list(runs.values())), note(options))

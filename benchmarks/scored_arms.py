@@ -110,7 +110,8 @@ def _score_cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def read_scores(output: Path) -> dict[str, float]:
-    """Metrics of all objects that ``evaluate`` has left, by name; a ratio of nothing is 0."""
-    metrics = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))["metrics"]
-    nothing = {"value": 0.0}
-    return {name: metrics.get(f"eval/{name}", nothing)["value"] for name in _SCORES.values()}
+    """Metrics of all objects that ``evaluate`` has left, by name, and ``num_images``; a ratio of nothing is 0."""
+    found = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
+    metrics, nothing = found["metrics"], {"value": 0.0}
+    scores = {name: metrics.get(f"eval/{name}", nothing)["value"] for name in _SCORES.values()}
+    return {**scores, "num_images": found["num_images"]}

@@ -24,6 +24,8 @@ _GRACE_S = 30.0
 _START_S = 600.0
 _MAX_BATCH_SIZE = 64
 _LOOK_S = 5.0
+LONG_SHARE_VARIABLE = "BENCH_LONG_SHARE"
+"""Of ``plugins/long_answers.py``."""
 
 Found = TypeVar("Found")
 
@@ -60,6 +62,7 @@ class BenchServers(Processes):
         *,
         model: Path = STAGE1,
         plugins: Sequence[Path] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> BenchServer:
         """Starts one server, with ``plugins`` as ``server_arguments`` has them, and waits until it answers.
 
@@ -72,7 +75,7 @@ class BenchServers(Processes):
         return self.start_program(
             name,
             lambda port: server_arguments(kind, model, port, plugins),
-            server_environment(kind),
+            {**server_environment(kind), **environment},
         )
 
     def start_program(
@@ -138,6 +141,17 @@ def start_stand_in(
     words = partial(stand_in_arguments, rows, latency_s, stock=stock, slow_share=slow_share)
     with started_on(split_cores()[1]):
         return servers.start_program("stock_stand_in" if stock else "stand_in_server", words).ports
+
+
+def start_vllm(servers: BenchServers, *, stock: bool, slow_share: float) -> tuple[int, int]:
+    """Starts ours on vLLM, or ``swift rollout``; a share of its answers is long. Returns its ports.
+
+    Raises as ``start``.
+    """
+    kind = ServerKind.STOCK if stock else ServerKind.VLLM
+    plugins = [Path(__file__).parent / "plugins" / "long_answers.py"]
+    with started_on(split_cores()[1]):
+        return servers.start(kind, plugins=plugins, environment={LONG_SHARE_VARIABLE: str(slow_share)}).ports
 
 
 def server_environment(kind: ServerKind) -> dict[str, str]:

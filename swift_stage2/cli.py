@@ -17,7 +17,7 @@ from typing import NoReturn
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
 from swift_stage2.runtime.output import exit_at_once, print_error
-from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 
 _HANG = 70
 _INTERRUPTED = 130
@@ -84,6 +84,8 @@ def _run(arguments: list[str]) -> int:
         from swift_stage2.launch.launcher import launch
         from swift_stage2.launch.plan import LaunchPart
 
+        if options.step_seconds is not None and options.part != LaunchPart.CHECK:
+            raise UserError("--step-seconds is for a check", got="no --check", remedy="add it")
         return launch(
             options.config,
             nproc_per_node=options.nproc_per_node,
@@ -92,6 +94,7 @@ def _run(arguments: list[str]) -> int:
             verbose=options.verbose,
             part=LaunchPart(options.part),
             node_rank=options.node_rank,
+            check_options=() if options.step_seconds is None else (f"--step-seconds={options.step_seconds}",),
         )
     return _train(options.config, resume=options.resume)
 
@@ -150,6 +153,10 @@ def parser() -> argparse.ArgumentParser:
         parts.add_argument(
             f"--{part}-only", dest="part", action="store_const", const=part, default="all", help=text
         )
+    text = "start the servers, run doctor --live, end everything; the exit status is the doctor's"
+    parts.add_argument("--check", dest="part", action="store_const", const="check", help=text)
+    seconds, text = real_number("a number of seconds above 0"), "with --check: the same of doctor"
+    launch.add_argument("--step-seconds", type=seconds, metavar="S", help=text)
     launch.add_argument("--verbose", action="store_true", help="show every line that servers and ranks write")
     for command in (train, launch):
         command.add_argument("config", metavar="CONFIG.yaml")

@@ -56,14 +56,14 @@ def write_launch_config(
 class LaunchedRun:
     """A launcher in a process of its own; what it left behind is found by one environment variable."""
 
-    def __init__(self, config: Path, directory: Path) -> None:
+    def __init__(self, config: Path, directory: Path, *options: str) -> None:
         self.directory = directory
         self.log = directory.with_suffix(".log")
         self.tag = directory.name + str(os.getpid())
         environment = os.environ | ENVIRONMENT | {"RECORD_DIR": str(directory / "micro_steps"), TAG: self.tag}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "swift_stage2", "launch", str(config)],
+                [sys.executable, "-m", "swift_stage2", "launch", str(config), *options],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

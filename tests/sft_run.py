@@ -15,6 +15,7 @@ from real_model import STAGE1
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
+from swift_stage2.checks.swift_parsing import LearnerArguments
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.demo.tiny_template import TINY_VL
@@ -30,7 +31,7 @@ class _Built(Exception):
 
 
 def build_trainer(
-    rows_file: Path,
+    rows_file: Path | None,
     output: Path,
     *,
     trainer: type | None = None,
@@ -42,7 +43,7 @@ def build_trainer(
         "model": STAGE1,
         "model_type": TINY_VL,
         "template": TINY_VL,
-        "dataset": rows_file,
+        **({} if rows_file is None else {"dataset": rows_file}),
         "output_dir": output,
         "add_version": False,
         "check_model": False,
@@ -68,6 +69,8 @@ def build_trainer(
     built: list[Any] = []
 
     class Stopped(SwiftSft):  # type: ignore[misc]
+        args_class = LearnerArguments
+
         def _get_trainer_kwargs(self) -> dict[str, Any]:
             return {**super()._get_trainer_kwargs(), **(given or {})}
 

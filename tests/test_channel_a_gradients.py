@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from real_model import make_encoder, make_task, sample_of, segment_of
+from real_model import PACKING_LENGTH, make_encoder, make_task, make_template, sample_of, segment_of
 from sft_run import build_trainer, channel_a_alone
 from swift.trainers import Seq2SeqTrainer
 from transformers import TrainerCallback
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.checks.preparation import EngineCanary
 from swift_stage2.config import MissedOrder
 from swift_stage2.records import Segment
 from swift_stage2.runtime.run_directory import is_held
+from swift_stage2.training.stage2_trainer import _rows_of
 
 Gradients = dict[str, torch.Tensor]
 
@@ -45,7 +48,14 @@ def _gradients(model: Any) -> Gradients:
     return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _train(rows_file: Path, directory: Path, trainer_class: type, **given: Any) -> Recorded:
+def _train(
+    rows_file: Path,
+    directory: Path,
+    trainer_class: type,
+    *,
+    swift: dict[str, Any] | None = None,
+    **given: Any,
+) -> Recorded:
     trainer = build_trainer(
         rows_file,
         directory / "out",
@@ -54,6 +64,7 @@ def _train(rows_file: Path, directory: Path, trainer_class: type, **given: Any) 
         max_steps=3,
         gradient_accumulation_steps=3,
         freeze_vit=False,
+        **(swift or {}),
     )
     recorded = Recorded()
     trainer.add_callback(_Recorder(recorded))
@@ -83,6 +94,125 @@ def test_channel_a_is_bit_equal_to_plain_ms_swift(
     assert len(set(plain.losses)) == 3
     for name, weight in plain.weights.items():
         assert torch.equal(weight, ours.weights[name]), name
+
+
+def _assert_close(got: Gradients, expected: Gradients) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(
+            got[name], gradient, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_rows_in_one_row_train_as_padded_ones_of_plain_ms_swift(rows_file: Path, tmp_path: Path) -> None:
+    """``padding_free`` without flash attention, where ms-swift's own positions would let rows see each other."""
+    for name in ("plain", "ours"):
+        (tmp_path / name).mkdir()
+    plain = _train(rows_file, tmp_path / "plain", Seq2SeqTrainer)
+    free = {"padding_free": True}
+    ours = _train(rows_file, tmp_path / "ours", Stage2Trainer, swift=free, stage2=channel_a_alone())
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    _assert_close(ours.gradients[0], plain.gradients[0])
+
+
+def test_a_pack_of_ms_swifts_trains_the_sum_of_its_rows_and_rows_stay_single_for_channel_b(
+    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The flags of the template are ms-swift's again once the canary has asked it for one answer."""
+    packing = {"packing": True, "packing_length": PACKING_LENGTH, "per_device_train_batch_size": 1}
+    given = {"stage2": channel_a_alone()}
+    trainer = build_trainer(
+        rows_file, tmp_path / "out", trainer=Stage2Trainer, given=given, learning_rate=0.0, **packing
+    )
+    trainer.train()
+    packs = trainer.train_dataset
+    assert sum(len(packs[number]) for number in range(len(packs))) == len(rows) > len(packs)
+    single = _rows_of(packs)
+    assert len(single) == len(rows)
+    assert [turn["role"] for turn in single[0]["messages"]] == [turn["role"] for turn in rows[0]["messages"]]
+    pack = next(pack for pack in (packs[number] for number in range(len(packs))) if len(pack) > 1)
+    collate = trainer.template.data_collator
+    loss, packed = _step(trainer, collate([copy.deepcopy(pack)]), 7)
+    alone = [_step(trainer, collate([[copy.deepcopy(row)]]), 7) for row in pack]
+    assert loss == pytest.approx(sum(each for each, _ in alone), rel=1e-5)
+    _assert_close(packed, {name: sum(found[name] for _, found in alone) for name in packed})
+
+    encoder, sample = make_encoder(trainer.template), sample_of(rows[0])
+    asked = EngineCanary(trainer.model, trainer.template, encoder, sample, half_precision=False).answer()
+    assert (trainer.template.packing, trainer.template.padding_free) == (True, True)
+    assert (
+        asked.token_ids
+        == EngineCanary(trainer.model, make_template(), encoder, sample, half_precision=False)
+        .answer()
+        .token_ids
+    )
+
+
+def test_a_pack_of_channel_b_goes_beside_what_ms_swift_measures_of_its_own(
+    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """It cuts each micro-batch at the rows of its packs, for the accuracy of whole answers and the loss by channel."""
+    losses = []
+    for free in (False, True):
+        trainer = build_trainer(
+            rows_file,
+            tmp_path / str(free),
+            trainer=Stage2Trainer,
+            given={"stage2": channel_a_alone()},
+            padding_free=free,
+            acc_strategy="seq",
+            enable_channel_loss=free,
+            learning_rate=0.0,
+        )
+        trainer.train()
+        encoder = make_encoder(trainer.template)
+        segments = [segment_of(encoder, make_task(), sample_of(row, n)) for n, row in enumerate(rows[:3])]
+        losses.append(_step(trainer, encoder.collate(segments), 7)[0])
+    assert losses[0] == losses[1]
+
+
+def _fuse(model: Any, options: Any) -> None:
+    """Liger's contract: a pass with labels gives a loss and no logits, and none cuts them. Its kernels need a GPU."""
+    whole, model.fused = model.forward, []
+
+    def forward(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        found = whole(*args, labels=labels, **kwargs)
+        if model.training and labels is not None:
+            model.fused.append(float(found.loss))
+            found.logits = None
+        return found
+
+    known = inspect.signature(whole)
+    kept = [each for name, each in known.parameters.items() if name != "logits_to_keep"]
+    forward.__signature__ = known.replace(parameters=kept)  # type: ignore[attr-defined]
+    model.forward = forward
+
+
+def test_ligers_fused_loss_trains_channel_a_alone(
+    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swift.trainers.arguments.is_liger_available", lambda: True)
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", _fuse)
+    found = []
+    for use in (False, True):
+        given = {"stage2": channel_a_alone()}
+        trainer = build_trainer(
+            rows_file,
+            tmp_path / str(use),
+            trainer=Stage2Trainer,
+            given=given,
+            learning_rate=0.0,
+            use_liger_kernel=use,
+        )
+        trainer.train()
+        encoder, task = make_encoder(trainer.template), make_task(missed_order=MissedOrder.ANY)
+        segments = [segment_of(encoder, task, sample_of(row, n)) for n, row in enumerate(rows[:3])]
+        (channel_a,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((channel_a, *_step(trainer, encoder.collate(segments), 7)))
+        assert len(getattr(trainer.model, "fused", ())) == use, "one step of channel A, none of B"
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
+    _assert_close(found[1][2], found[0][2])
 
 
 # --- a pack ----------------------------------------------------------------------------------------
@@ -145,12 +275,7 @@ def test_a_packs_gradient_is_the_sum_of_its_segments_gradients(
     singles = [_step(trainer, encoder.collate([segment]), num_items) for segment in segments]
     assert pack_loss == pytest.approx(sum(loss for loss, _ in singles), rel=1e-5)
     assert any("visual" in name for name in packed)
-    for name, gradient in packed.items():
-        total = torch.stack([single[name] for _, single in singles]).sum(dim=0)
-        scale = float(total.abs().max())
-        torch.testing.assert_close(
-            gradient, total, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    _assert_close(packed, {name: sum(single[name] for _, single in singles) for name in packed})
 
 
 def test_columns_change_no_loss_and_reach_it_beside_their_labels_in_their_own_dtype(

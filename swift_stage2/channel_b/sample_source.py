@@ -234,7 +234,17 @@ def _place(key: SampleKey) -> Place:
 
 
 def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[int]:
-    """Numbers of the rows that channel B may draw, in order. A row that is merely bad is quarantined when drawn."""
+    """Numbers of the rows that channel B may draw, in order. A row that is merely bad is quarantined when drawn.
+
+    Raises:
+        DatasetError: the rows have no messages, as those that ms-swift has cached as token ids.
+    """
+    if len(rows) and "input_ids" in rows[0] and "messages" not in rows[0]:
+        raise DatasetError(
+            "rows of a data set must have messages",
+            got=f"columns {', '.join(rows[0])}",
+            remedy="name the data set itself, or cache it anew (swift export --to_cached_dataset true)",
+        )
     if policy is RowsWithoutObjects.REFUSE:
         return range(len(rows))
     return [number for number in range(len(rows)) if task.has_truth(rows[number])]

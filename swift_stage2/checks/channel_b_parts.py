@@ -31,6 +31,7 @@ from swift_stage2.collectives import ControlGroup, run_on_all_ranks
 from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.objective import require_weight
 from swift_stage2.config.rules import find
+from swift_stage2.config.swift_arguments import is_on
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.records import Rollout, Sample
 from swift_stage2.runtime.output import going_on, say
@@ -144,21 +145,30 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ste
     """Ratio of rows in one B step (``num_packs`` full packs, over all ranks) to rows in one A step.
 
     A step of either channel has as many micro steps: of a pack, or of ``per_device_train_batch_size`` rows (ms-swift's
-    default is 1). None where nothing was measured.
+    default is 1), each a pack of ms-swift's where it packs. None where nothing was measured.
     """
     if not lengths.num_tokens:
         return None
     channel, max_new_tokens = config.stage2_ab.channel_b, config.rollout.decoding.max_new_tokens
-    capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
+    capacity, batch = (
+        channel.packing.packing_length,
+        float(config.swift.get("per_device_train_batch_size", 1)),
+    )
     mean, per_pack = lengths.num_tokens / lengths.num_rows, lengths.samples_per_pack(capacity)
     remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
+    if is_on(config.swift.get("packing")):
+        packed = config.swift.get("packing_length") or config.swift.get("max_length")
+        if not packed:  # ms-swift takes the model's own maximum
+            return None
+        remedy = f"write swift.packing_length: {math.ceil(per_pack * mean / batch / _WANTED_A_STEPS)}"
+        batch *= max(1.0, int(packed) / mean)
     beside = lengths.longest_segment[0] if config.stage2_ab.trains_targets_beside else 0
     wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + max_new_tokens + beside)
     if wanted < capacity:
         remedy += f", or stage2_ab.channel_b.packing.packing_length: {wanted}"
     told = (
         f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "
-        f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "
+        f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch:.0f}, of "
         f"{lengths.num_rows:,} rows of data"
     )
     if per_pack <= _MOST_A_STEPS * batch:

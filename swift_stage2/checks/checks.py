@@ -22,6 +22,7 @@ from swift_stage2.checks.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
     refuse_lone_addresses,
+    refuse_unservable,
     warn_of_open_servers,
 )
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
@@ -283,15 +284,25 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
             for rule in Rule
             if rule.is_advice and findings.counts.get(rule)
         ]
-    names = ", ".join(named_places(config.swift, "dataset"))
-    if validation := named_places(config.swift, "val_dataset"):
+    train, validation = (
+        [place for name in (own, f"cached_{own}") for place in named_places(config.swift, name)]
+        for own in ("dataset", "val_dataset")
+    )
+    names = ", ".join(train)
+    if validation:
         names += f"; for validation {', '.join(validation)}"
     if not num_rows:
         return f"{names}: no local JSONL, so that no row was checked", []
     parts = "form and pictures"
+    unread = [
+        place
+        for name in ("cached_dataset", "cached_val_dataset")
+        for place in named_places(config.swift, name)
+    ]
+    told = f"; none of {', '.join(unread)}" if unread else ""
     if num_coordinates is not None:
         parts = f"picture, {'points' if num_coordinates == 2 else 'boxes'} and answer"
-    return f"{names}: all {num_rows:,} rows checked, each with its {parts}", advice
+    return f"{names}: all {num_rows:,} rows checked, each with its {parts}{told}", advice
 
 
 def _refuse_faults(argument: str, findings: Findings, options: str) -> None:
@@ -332,6 +343,11 @@ CHECKS = (
     Check("data sets", "rows", _data_sets),
     Check("earlier run", "run_directory", lambda config, known: refuse_earlier_run(config.swift)),
     Check("ranks", "num_ranks", _checkpoint_ranks),
+    Check(
+        "engine and model",
+        "started_servers",
+        lambda config, known: refuse_unservable(config, known.started_servers or ()),
+    ),
     Check(
         "ports",
         "started_servers",

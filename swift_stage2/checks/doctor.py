@@ -2,7 +2,8 @@
 
 Exit status: 0 nothing failed, 1 a check failed, 2 the user's mistake (no such file, no YAML). A check gets
 the results that it needs from the checks before it; nothing is looked at twice. One that rests on a failed one is not
-run: its row says which one, and counts as failed with it.
+run: its row says which one, and counts as failed with it. What another host alone can know is left out, with a reason:
+the other side's by ``--role``, and devices, ports and rendezvous where a run with GPUs is judged on a host without any.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from swift_stage2.config import ServerEngine, Stage2Config, load_config
 from swift_stage2.config.root import SECRET
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError, Stage2Error, UserError
-from swift_stage2.runtime.environment import select_devices
+from swift_stage2.runtime.environment import has_gpu_driver, select_devices
 from swift_stage2.runtime.network import is_here
 from swift_stage2.runtime.output import SafeConsole, going_on, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
@@ -50,6 +51,7 @@ from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+_LEARNER, _SERVER, _ALL = "learner", "server", "all"
 _SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_failed")
 _HIDDEN = "***"
 
@@ -97,20 +99,18 @@ class CheckRun:
             fix=self._clean(result.fix),
             counts_as_failed=held.counts_as_failed if held else result.verdict is Verdict.FAILED,
         )
-        self.findings.append(result)
+        if result.verdict is not Verdict.OK or result.found:  # what has nothing to say has no row
+            self.findings.append(result)
         return result
 
     def show(
         self, config: Stage2Config, known: CheckStage, *, needs: Sequence[CheckResult[Any]] = ()
     ) -> dict[str, CheckResult[None]]:
         """The results of the checks whose needs are ``known``, by name. Those with nothing to say have no row."""
-        shown = {}
-        for check in due_checks(known):
-            result = self.check(check.name, partial(_look, check, config, known), needs=needs)
-            shown[check.name] = result
-            if result.verdict is Verdict.OK and not result.found:
-                self.findings.pop()
-        return shown
+        return {
+            check.name: self.check(check.name, partial(_look, check, config, known), needs=needs)
+            for check in due_checks(known)
+        }
 
     @property
     def num_failed(self) -> int:
@@ -207,21 +207,27 @@ def examine(check_run: CheckRun, path: Path, options: argparse.Namespace, scratc
         for name in ("model and data", "servers"):
             check_run.check(name, lambda: ok(""), needs=[loaded])
         return
-    config = loaded.result
+    config, role = loaded.result, options.role
     learner = config.launch.learner
     ranks_per_node = options.nproc_per_node or learner.nproc_per_node
     num_ranks = learner.nnodes * ranks_per_node
-    check_run.show(config, CheckStage(run_directory=True, num_ranks=num_ranks))
+    if role != _SERVER:
+        check_run.show(config, CheckStage(run_directory=True, num_ranks=num_ranks))
+    devices = check_run.check("devices", lambda: check_devices(config, role))
+    is_host = devices.verdict is not Verdict.NOT_CHECKED
     if config.launch.servers or learner.devices:
-        check_run.check("devices", lambda: check_devices(config))
         _take_learner_device(config)
+    if role == _SERVER:
+        check_run.check("model and data", lambda: left_out("the learner's, by --role server"))
+        examine_addresses(check_run, config, role, is_started=is_host)
+        return
     from swift_stage2.checks.learner import examine_learner  # loads torch
 
-    prepared, samples = examine_learner(check_run, config, scratch, num_ranks)
+    prepared, samples = examine_learner(check_run, config, scratch, num_ranks, is_host=is_host)
     if not config.b_enabled:
         return
     is_asked = options.live or options.coordinates
-    examine_addresses(check_run, config, live=is_asked)
+    examine_addresses(check_run, config, role, is_started=is_host and not is_asked)
     if not is_asked:
         return
     from swift_stage2.checks.live_servers import LiveServers
@@ -269,6 +275,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--json", "print JSON instead of the table"),
     ):
         parser.add_argument(flag, action="store_true", help=meaning)
+    parser.add_argument(
+        "--role",
+        choices=(_LEARNER, _SERVER, _ALL),
+        default=_ALL,
+        help="leave out what only a host of the other side can know (default: %(default)s)",
+    )
     for option, kind, metavar, meaning in (
         (
             "--step-seconds",
@@ -279,7 +291,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--nproc-per-node", whole_number(1), "N", "learner ranks (default: launch.learner.nproc_per_node)"),
     ):
         parser.add_argument(option, type=kind, metavar=metavar, help=meaning)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.role == _SERVER and (options.live or options.coordinates):
+        raise UserError(
+            "--live and --coordinates compare servers with the learner",
+            got=f"--role {_SERVER}",
+            remedy=f"leave it out, or write --role {_LEARNER}",
+        )
+    return options
 
 
 def _load(path: Path) -> CheckResult[Stage2Config]:
@@ -292,17 +311,29 @@ def _load(path: Path) -> CheckResult[Stage2Config]:
     return warning(f"{found}; {told}", remedy, config)
 
 
-def check_devices(config: Stage2Config) -> CheckResult[None]:
-    """Who gets which devices, and whether this machine has them; those of another host are that one's to count."""
+def check_devices(config: Stage2Config, role: str = _ALL) -> CheckResult[None]:
+    """Who gets which devices, and whether this machine has them; those of another host are that one's to count.
+
+    Left out where ``role`` wants a GPU and this machine can have none: it is then no host of the run.
+    """
     import torch
 
     launch, num_here = config.launch, torch.cuda.device_count()
     on_cpu = config.swift.get("use_cpu") is True
-    here = {"launch.learner": (launch.learner.devices, on_cpu)}
-    for index, server in enumerate(launch.servers):
+    here = {} if role == _SERVER else {"launch.learner": (launch.learner.devices, on_cpu)}
+    for index, server in enumerate(() if role == _LEARNER else launch.servers):
         if is_here(config.rollout.servers[index].host):
             needs_none = on_cpu and server.engine is ServerEngine.TRANSFORMERS
             here[f"launch.servers[{index}]"] = server.devices, needs_none
+    if not here:
+        return left_out("no base_url of launch.servers has an address of this host")
+    wants_gpu = any(devices for devices, _ in here.values()) or (role != _SERVER and not on_cpu)
+    if wants_gpu and not num_here and not has_gpu_driver():
+        return left_out(
+            "this host has no GPU: devices, ports and rendezvous are for the run's own hosts to check"
+        )
+    if not (launch.servers or launch.learner.devices):
+        return ok("")
     told, bare = [], []
     for owner, (devices, needs_none) in here.items():
         select_devices(os.environ, devices, f"{owner}.devices")
@@ -317,13 +348,14 @@ def check_devices(config: Stage2Config) -> CheckResult[None]:
     return ok(found)
 
 
-def examine_addresses(check_run: CheckRun, config: Stage2Config, *, live: bool) -> None:
-    """The rows of names and ports; ports of the servers that this launch would start."""
+def examine_addresses(check_run: CheckRun, config: Stage2Config, role: str, *, is_started: bool) -> None:
+    """The rows of names and ports. ``is_started``: a launch of this ``role`` is still to be started on this host."""
     check_run.begin_section("Addresses")
-    servers = config.rollout.servers
-    launched = [
-        index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
-    ]
+    servers = config.launch.servers if is_started and role != _LEARNER else ()
+    launched = [index for index in range(len(servers)) if is_here(config.rollout.servers[index].host)]
+    starts_learner = is_started and role != _SERVER
     check_run.show(
-        config, CheckStage(addresses=True, starts_learner=not live, started_servers=launched or None)
+        config, CheckStage(addresses=True, starts_learner=starts_learner, started_servers=launched or None)
     )
+    if role == _LEARNER and config.launch.servers:
+        check_run.check("launch.servers", lambda: left_out("the servers' own, by --role learner"))

@@ -22,25 +22,35 @@ if TYPE_CHECKING:
     from swift_stage2.checks.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
+_OF_4_BITS = 0.3  # of 16, with their scales; vision tower and output layer stay as they are
 _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
 def examine_learner(
-    check_run: CheckRun, config: Stage2Config, scratch: Path, num_ranks: int
+    check_run: CheckRun, config: Stage2Config, scratch: Path, num_ranks: int, *, is_host: bool
 ) -> tuple[CheckResult[LearnerPreparation], CheckResult[CheckedRows]]:
-    """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
+    """The rows of model and data; hands on what the trainer would start from, and samples of its data.
+
+    ``is_host``: whether the learner's devices may be on this host.
+    """
     check_run.begin_section("Model and data")
     found = torch.accelerator.current_accelerator(check_available=True)
-    devices = (found.type if found else None, torch.cuda.device_count())
+    devices = (found.type if found else None, torch.cuda.device_count()) if is_host else None
     rows = check_run.show(config, CheckStage(devices=devices, files=True, rows=True))
     checkpoint, rows_checked = rows["model directory"], rows["data sets"]
+    # Without a GPU transformers would refuse 16 bits.
+    swift = config.swift if is_host else {**config.swift, "use_cpu": True}
     prepared = check_run.check(
         "template",
-        lambda: _prepare(config, scratch),
+        lambda: _prepare(swift, scratch),
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
-    check_run.check("memory", lambda: check_memory(config, prepared.result, num_ranks), needs=[prepared])
+    check_run.check(
+        "memory",
+        lambda: check_memory(config, prepared.result, num_ranks, is_host=is_host),
+        needs=[prepared],
+    )
     if not config.b_enabled:
         return prepared, check_run.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
     samples = check_run.check(
@@ -63,10 +73,10 @@ def examine_learner(
     return prepared, samples
 
 
-def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparation]:
+def _prepare(swift: Mapping[str, Any], scratch: Path) -> CheckResult[LearnerPreparation]:
     from swift_stage2.checks.preparation import prepare_learner  # loads ms-swift
 
-    prepared = prepare_learner(config.swift, scratch, with_weights=False)
+    prepared = prepare_learner(swift, scratch, with_weights=False)
     return ok(
         f"ms-swift takes section swift; template {prepared.args.template}, {len(prepared.template.tokenizer)} tokens, "
         f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
@@ -74,13 +84,17 @@ def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparat
     )
 
 
-def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> CheckResult[None]:
+def check_memory(
+    config: Stage2Config, prepared: LearnerPreparation, num_ranks: int, *, is_host: bool
+) -> CheckResult[None]:
     """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
     weights = sum(path.stat().st_size for path in prepared.model_directory.glob("*.safetensors"))
     if not weights:
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")
     need = rank_bytes(config.swift, weights, prepared.args.torch_dtype.itemsize, num_ranks)
     is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
+    if not is_host:
+        return left_out(f"a rank needs {need / 1e9:.3g} GB of a GPU, and more for activations; none is here")
     where, room = "of main memory", available_memory_bytes()
     if not is_on_cpu:
         where, room = "of the GPU", torch.cuda.get_device_properties(0).total_memory
@@ -99,7 +113,7 @@ def rank_bytes(swift: Mapping[str, Any], weights: int, itemsize: int, num_ranks:
     """Of weights, gradients and Adam's states on one rank; DeepSpeed keeps a copy and the states in float32."""
     zero, is_fsdp = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")), bool(swift.get("fsdp"))
     stage = 3 if is_fsdp else int(zero[1]) if zero else 0
-    own = weights / (num_ranks if stage == 3 else 1)
+    own = weights / (num_ranks if stage == 3 else 1) * (_OF_4_BITS if swift.get("quant_bits") else 1)
     if swift.get("tuner_type") != "full":
         return own
     states = weights + _DEEPSPEED_BYTES * weights / itemsize if zero else 3 * weights
@@ -151,5 +165,6 @@ def check_step_sizes(
     """The rows that a step of each channel trains."""
     sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
     if sizes is None:
-        return left_out("no row could be measured")
+        unknown = "swift.packing_length is not written, so ms-swift packs up to the model's own maximum"
+        return left_out(unknown if samples.lengths.num_tokens else "no row could be measured")
     return warning(*sizes) if sizes.remedy else ok(sizes.told)

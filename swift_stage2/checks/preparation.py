@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from swift_stage2.compat import declare_operators
 declare_operators()  # before ms-swift imports torchvision
 
 import torch  # noqa: E402
+from swift.dataset import DatasetLoader  # noqa: E402
 from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  # noqa: E402
 from swift.pipelines import SwiftSft  # noqa: E402
+from swift.pipelines.utils import get_cached_dataset  # noqa: E402
 from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
@@ -59,7 +62,13 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
     @cached_property
     def row_sets(self) -> tuple[Any, Any]:
         """Training rows, which channel B draws from, too, and validation rows, if any, as ms-swift reads them."""
-        train, validation = self._get_dataset()
+        given = self.args.dataset or self.args.val_dataset
+        train, validation = (
+            DatasetLoader.concat_datasets([*cached, *([] if read is None else [read])])
+            for cached, read in zip(
+                get_cached_dataset(self.args), self._get_dataset() if given else (None, None), strict=True
+            )
+        )
         return train, validation or ()
 
     def module(self) -> nn.Module:
@@ -91,6 +100,18 @@ def prepare_learner(
     return LearnerPreparation(parsed, with_weights=with_weights)
 
 
+@contextmanager
+def _one_by_one(template: Any) -> Iterator[None]:
+    """``template`` as generation needs it: its collator packs nothing."""
+    packs = template.packing, template.padding_free
+    template.packing = template.padding_free = False
+    try:
+        with template.generate_context():
+            yield
+    finally:
+        template.packing, template.padding_free = packs
+
+
 class EngineCanary:
     """The ``Canary`` of a sync round.
 
@@ -114,7 +135,7 @@ class EngineCanary:
         was_training = model.training
         devices = [model.device] if model.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices), self._template.generate_context():
+            with torch.random.fork_rng(devices=devices), _one_by_one(self._template):
                 if self._engine is None:
                     self._engine = TransformersEngine(model, template=self._template, max_batch_size=1)
                 (response,) = self._engine.infer(

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swift_stage2.channel_b.task import needed_columns
+from swift_stage2.checks.model import check_model
 from swift_stage2.columns import request_options
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
 from swift_stage2.runtime.network import ANY_ADDRESS, is_here, refuse_busy, resolve
 from swift_stage2.servers import vllm_serve
@@ -36,6 +37,24 @@ def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> None:
         refuse_busy(server.group_bind or server.host, server.group_port, f"{key}.group_port")
         if (upstream_port := config.launch.servers[index].upstream_port) is not None:
             refuse_busy(server.host, upstream_port, f"launch.servers[{index}].upstream_port")
+
+
+def refuse_unservable(config: Stage2Config, indices: Iterable[int]) -> None:
+    """Checks that this host can serve the servers of ``launch.servers`` with these numbers.
+
+    Raises:
+        ConfigError: vLLM is not installed, or a model is not here or not whole.
+    """
+    for index in indices:
+        process, key = config.launch.servers[index], f"launch.servers[{index}]."
+        has_own_packages = "PYTHONPATH" in process.env
+        if process.engine is not ServerEngine.TRANSFORMERS and not (vllm_is_installed() or has_own_packages):
+            raise ConfigError(
+                f"{key}engine needs vLLM in this host's environment",
+                got=f"engine={str(process.engine)!r} and no such package",
+                remedy="install the extra swift-stage2[gpu], or write engine: transformers",
+            )
+        check_model({"model": process.model or config.swift.get("model")}, of=key)
 
 
 def refuse_lone_addresses(config: Stage2Config) -> None:

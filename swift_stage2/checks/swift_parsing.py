@@ -38,8 +38,17 @@ _UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
 
 
+class LearnerArguments(SftArguments):  # type: ignore[misc]
+    """ms-swift's arguments of ``swift sft``, of which packed rows need no flash attention."""
+
+    def _check_padding_free(self) -> None:
+        """Packs as ms-swift does; what keeps the rows of a pack apart is ``losses.set_text_positions``."""
+        if self.packing:
+            self.padding_free = True
+
+
 def refuse_unreadable(
-    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = SECTION
+    argv: Sequence[str], arguments_class: type = LearnerArguments, *, where: str = SECTION
 ) -> None:
     """Names and values as ms-swift's parser reads them; what it checks after that is left out, so no model is needed.
 
@@ -62,7 +71,7 @@ def refuse_unreadable(
 
 
 def parse_swift_arguments(
-    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = SECTION
+    argv: Sequence[str], arguments_class: type = LearnerArguments, *, where: str = SECTION
 ) -> Any:
     """ms-swift's arguments, read and checked by ms-swift. ``where``: where the user has written them.
 

@@ -51,9 +51,7 @@ class ServerProcess:
     """Port of the stock server behind its merger; required with ``merge``, unused without."""
 
     def __post_init__(self) -> None:
-        _check_devices(self.devices)
-        if "CUDA_VISIBLE_DEVICES" in self.env:
-            raise ConfigError("env must not set CUDA_VISIBLE_DEVICES", remedy="write devices")
+        _check_devices(self.devices, self.env)
         for name in self.args:
             if name.lstrip("-").replace("-", "_") in _WRITTEN_BY_LAUNCH:
                 told = "launch takes it from section rollout and the keys beside args"
@@ -84,6 +82,8 @@ class LearnerProcess:
     """HOST:PORT of the learner's host 0, as the others reach it; required with ``nnodes`` above 1."""
     devices: tuple[int | str, ...] = ()
     """GPUs that the learner sees, as a server's."""
+    env: Mapping[str, str | int | float] = field(default_factory=dict)
+    """Environment variables of its ranks alone, on top of the launcher's own."""
     shutdown_timeout_s: Count = 300
     """Seconds between SIGTERM and SIGKILL of the ranks: long enough to save a checkpoint."""
 
@@ -91,7 +91,7 @@ class LearnerProcess:
         if self.node_rank is not None:
             self.check_node_rank(self.node_rank)
         self._check_rendezvous()
-        _check_devices(self.devices)
+        _check_devices(self.devices, self.env)
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
                 "nproc_per_node must be at most the number of devices",
@@ -149,7 +149,9 @@ class LaunchConfig:
     """Whether servers that end are started again."""
 
 
-def _check_devices(devices: tuple[int | str, ...]) -> None:
+def _check_devices(devices: tuple[int | str, ...], env: Mapping[str, Any]) -> None:
+    if "CUDA_VISIBLE_DEVICES" in env:
+        raise ConfigError("env must not set CUDA_VISIBLE_DEVICES", remedy="write devices")
     sound = [
         device.startswith(("GPU-", "MIG-")) if isinstance(device, str) else device >= 0 for device in devices
     ]

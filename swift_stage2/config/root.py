@@ -204,7 +204,8 @@ class Stage2Config:
             # Without a strategy of its own ms-swift evaluates as it saves; where it does not, it splits nothing off.
             strategy = self.swift.get("eval_strategy", self.swift.get("save_strategy"))
             splits = self.swift.get("split_dataset_ratio") and strategy not in ("no", False)
-            self.check_validation_set(int(bool(self.swift.get("val_dataset") or splits)))
+            given = self.swift.get("val_dataset") or self.swift.get("cached_val_dataset")
+            self.check_validation_set(int(bool(given or splits)))
 
     def _check_launch(self) -> None:
         started, named = len(self.launch.servers), len(self.rollout.servers)

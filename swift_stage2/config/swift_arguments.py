@@ -24,13 +24,14 @@ class Unsupported:
     remedy: str = "remove it"
 
 
-def _is_on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
+    """True unless a switch of ms-swift's is off or not given."""
     word = value.lower() if isinstance(value, str) else value
     return word not in (None, False, 0, "", "false", "none", "null", "no", "off")
 
 
 def _is_off(value: Any) -> bool:
-    return value is not None and not _is_on(value)
+    return value is not None and not is_on(value)
 
 
 def _other_than(*allowed: object) -> Callable[[Any], bool]:
@@ -41,41 +42,34 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-_KEEP_ROWS = "rows of the data set must stay single samples; channel B packs by itself"
 _FULL_WEIGHTS = "servers take full or merged LoRA weights only"
 _THINKS = "answers must begin with their list of objects"
 _GATHERED = "weights are gathered from FSDP2's shards on devices alone"
-_QUANTISED = "quantised weights cannot be sent in full"
+_QUANTISED = "what its forward pass computes with is no weight that a server could be sent"
 
 UNSUPPORTED = (
     Unsupported("task_type", _other_than("causal_lm"), "targets are token sequences", "use causal_lm"),
     Unsupported("tuner_type", _other_than("full", "lora"), _FULL_WEIGHTS, "use full or lora"),
-    Unsupported("packing", _is_on, _KEEP_ROWS),
-    Unsupported("padding_free", _is_on, _KEEP_ROWS),
-    Unsupported(
-        "streaming", _is_on, "sharding and exact resume need a data set of known length", "remove it"
-    ),
-    Unsupported("cached_dataset", _is_on, "it holds no objects to match against", "use dataset"),
+    Unsupported("streaming", is_on, "sharding and exact resume need a data set of known length", "remove it"),
     Unsupported("sequence_parallel_size", _above_one, "a pack is trained by one rank", "use 1"),
-    Unsupported("predict_with_generate", _is_on, "evaluation would generate in the learner"),
+    Unsupported("predict_with_generate", is_on, "evaluation would generate in the learner"),
     Unsupported("truncation_strategy", _other_than("delete"), "a cut answer is a wrong target", "use delete"),
-    Unsupported("enable_thinking", _is_on, _THINKS, "remove it, and train an Instruct model"),
-    Unsupported("response_prefix", _is_on, _THINKS),
-    Unsupported("auto_find_batch_size", _is_on, "a step would change while it runs"),
+    Unsupported("enable_thinking", is_on, _THINKS, "remove it, and train an Instruct model"),
+    Unsupported("response_prefix", is_on, _THINKS),
+    Unsupported("auto_find_batch_size", is_on, "a step would change while it runs"),
     Unsupported("average_tokens_across_devices", _is_off, "the loss is a mean over all ranks"),
-    Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token"),
-    Unsupported("label_smoothing_factor", _is_on, "its loss knows no weight per token"),
-    Unsupported("quant_bits", _is_on, _QUANTISED),
-    Unsupported("quant_method", _is_on, _QUANTISED),
+    Unsupported("label_smoothing_factor", is_on, "its loss knows no weight per token"),
+    Unsupported("quant_bits", _other_than(0, 4), _QUANTISED, "use 4, with quant_method: bnb"),
+    Unsupported("quant_method", _other_than("bnb"), _QUANTISED, "use bnb, with quant_bits: 4"),
     Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send"),
     Unsupported("fsdp", _other_than(False, "", "fsdp2"), _GATHERED, "write fsdp: fsdp2"),
-    Unsupported("use_ray", _is_on, "ranks are started by torchrun"),
+    Unsupported("use_ray", is_on, "ranks are started by torchrun"),
 )
 _OF_ITS_OWN = (
     "objective grpo and mixed, target.missed_order: any and weights.duplicate have a loss of their own"
 )
 _WITH_OWN_LOSS = tuple(
-    Unsupported(key, _is_on, _OF_ITS_OWN, "remove it, or these") for key in ("enable_dft_loss", "loss_type")
+    Unsupported(key, is_on, _OF_ITS_OWN, "remove it, or these") for key in ("enable_dft_loss", "loss_type")
 )
 
 
@@ -113,10 +107,23 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = Fal
                 got=f"{rule.key}={arguments[rule.key]!r:.200}",
                 remedy=f"{rule.remedy}, or write b_ratio: 0",
             )
-    if not _is_on(arguments.get("fsdp")):
+    sharded = "fsdp" if is_on(arguments.get("fsdp")) else "deepspeed"
+    if is_on(arguments.get("quant_bits")) and (sharded == "fsdp" or "zero3" in str(arguments.get(sharded))):
+        raise ConfigError(
+            "swift.quant_bits needs whole weights on every rank (a shard of 4-bit weights cannot be read alone)",
+            got=f"{sharded}={arguments[sharded]!r:.200}",
+            remedy="write deepspeed: zero2, or remove it",
+        )
+    if is_on(arguments.get("quant_bits")) and not arguments.get("quant_method"):
+        raise ConfigError(
+            "swift.quant_bits needs swift.quant_method (ms-swift quantises nothing without it)",
+            got=f"quant_bits={arguments['quant_bits']!r:.200} alone",
+            remedy="write quant_method: bnb",
+        )
+    if sharded != "fsdp":
         return
     for other in ("deepspeed", "save_only_model"):
-        if _is_on(arguments.get(other)):
+        if is_on(arguments.get(other)):
             raise ConfigError(
                 f"ms-swift takes swift.fsdp or swift.{other}, not both",
                 got=f"{other}={arguments[other]!r:.200}",

@@ -43,6 +43,14 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
                 raise DatasetError(f"swift.{argument} must name files", got=f"{argument}={name!r}, {kind}")
             if path.suffix == _SUFFIX and path not in files:
                 files.append(path)
+    for argument in ("cached_dataset", "cached_val_dataset"):
+        for name in named_places(swift_arguments, argument):
+            if not Path(split_rows(name)[0]).is_dir():
+                raise DatasetError(
+                    f"swift.{argument} must name folders that exist",
+                    got=f"{argument}={name!r}",
+                    remedy="correct the path, or write them with swift export --to_cached_dataset true",
+                )
     return found
 
 

@@ -45,12 +45,13 @@ class Job:
             for follower in self._followers.values():
                 follower.close()
 
-    def start(self, command: Command, purpose: str = "") -> ProcessTree:
-        """Starts one command and follows its log; ``purpose`` is said instead of its name."""
+    def start(self, command: Command, purpose: str = "", *, shows_log: bool = False) -> ProcessTree:
+        """Starts one command and follows its log, every line of which a user sees where ``shows_log``; ``purpose`` is
+        said instead of its name."""
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch(0o600)
         if log_path not in self._followers:  # a restarted command goes on in its log
-            only = None if self._shows_logs else SAID
+            only = None if self._shows_logs or shows_log else SAID
             self._followers[log_path] = LogFollower(log_path, command.name, self._show, only)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from swift_stage2.checks.checks import CheckStage, run_checks
@@ -41,17 +42,19 @@ def launch(
     verbose: bool = True,
     part: LaunchPart = LaunchPart.ALL,
     node_rank: int | None = None,
+    check_options: Sequence[str] = (),
 ) -> int:
-    """Runs the whole job of one configuration, or this machine's part of it. Main thread only.
+    """Runs the whole job of one configuration, this machine's part of it, or a check. Main thread only.
 
     Args:
-        part, node_rank: see ``plan_launch``.
+        part, node_rank, check_options: see ``plan_launch``.
         show: gets every line for the user.
         resume: go on from the last whole checkpoint in the run directory.
         verbose: show every line of servers and ranks, not only how the run goes.
 
     Returns:
-        The learner's exit status, or 128 + n when signal n ended the launch; of servers alone 1 when all have ended.
+        The learner's exit status, or the doctor's, or 128 + n when signal n ended the launch; of servers alone 1 when
+        all have ended.
 
     Raises:
         ConfigError: the configuration is refused, a checkpoint is missing, a port is in use, or an earlier run would
@@ -61,20 +64,22 @@ def launch(
         UserError: what a rank of the learner refused, or another run goes on in the run directory.
     """
     config = load_config(config_path)
+    width = str(get_terminal_size().columns - len("[doctor] "))
     plan = plan_launch(
         config,
         Path(config_path),
-        os.environ,
+        os.environ | ({"COLUMNS": width} if part is LaunchPart.CHECK else {}),
         nproc_per_node,
         resume=resume,
         part=part,
         node_rank=node_rank,
-        is_here=is_here if part is LaunchPart.SERVERS else None,
+        is_here=is_here if part in (LaunchPart.SERVERS, LaunchPart.CHECK) else None,
+        check_options=check_options,
     )
     run_checks(config, CheckStage(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
     where = f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}"
-    if part is LaunchPart.SERVERS:
-        if not plan.servers:
+    if part in (LaunchPart.SERVERS, LaunchPart.CHECK):
+        if part is LaunchPart.SERVERS and not plan.servers:
             hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
             raise ConfigError(
                 "launch --servers-only starts those of launch.servers whose base_url has a host of this machine",
@@ -141,7 +146,7 @@ def run_plan(
         # torchrun turns every failure into 1; a rank tells its own where it could
         status = learner.poll() or 0
         status, mistake = (end_left_in(plan.exit_status_file) if status else None) or (status, "")
-        if status and not mistake and not verbose:
+        if status and not mistake and not verbose and not plan.is_check:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
     if mistake and status == EXIT_USER_MISTAKE:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
@@ -153,8 +158,8 @@ def _follow(
 ) -> ProcessTree | None:
     """Until the learner, which it returns, has ended, without one every server has, or a signal comes.
 
-    Servers on one device load one after the other, the learner beside the last ones if it may. A server that ends later
-    is told of, and perhaps started again; the learner runs on.
+    Servers on one device load one after the other, the learner beside the last ones if it may, a check behind them all.
+    A server that ends later is told of, and perhaps started again; the learner runs on.
 
     Raises:
         ServerUnavailable: a server did not come up.
@@ -175,8 +180,9 @@ def _follow(
             if all(server.is_gone for server in servers):
                 break
         are_started = all(server.has_started for server in servers)
-        if plan.learner is not None and learner is None and are_started and _is_apart(plan.learner, loading):
-            learner = job.start(plan.learner)
+        is_due = are_started and not (plan.is_check and loading)
+        if plan.learner is not None and learner is None and is_due and _is_apart(plan.learner, loading):
+            learner = job.start(plan.learner, shows_log=plan.is_check)
         if not loading:
             say_at = math.inf
         elif (now := time.monotonic()) >= say_at:

@@ -32,7 +32,7 @@ _FOREIGN = (
 )
 _FLAGS = ("insecure", "trust-remote-code")  # options of `rollout` without a value
 _RUN_ID = "stage2"
-_MERGER_GRACE_S = 10.0
+_MERGER_GRACE_S = _DOCTOR_GRACE_S = 10.0
 _LEAST_MERGED_BATCH = 64
 _LEAST_UPSTREAM_TIMEOUT_S = 600.0
 _KILL_MARGIN_S = 30  # torchrun needs its own time after the ranks' SIGKILL
@@ -47,6 +47,8 @@ class LaunchPart(StrEnum):
     """The servers of the machine that it runs on."""
     LEARNER = "learner"
     """The learner's ranks of one of its hosts."""
+    CHECK = "check"
+    """The servers of the machine that it runs on, and the doctor, which asks all servers, in the learner's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,17 @@ class PlannedServer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts. Without a ``learner`` there is one on other machines."""
+    """Everything that ``launch`` starts. Without a ``learner`` there is one on other machines.
+
+    ``is_check``: the doctor is in its place, once all servers answer.
+    """
 
     servers: tuple[PlannedServer, ...]
     learner: Command | None
     log_dir: Path
     exit_status_file: Path
     restart: RestartConfig = field(default_factory=RestartConfig)
+    is_check: bool = False
 
     @property
     def server_indices(self) -> list[int]:
@@ -106,8 +112,10 @@ def plan_launch(
     part: LaunchPart = LaunchPart.ALL,
     node_rank: int | None = None,
     is_here: Callable[[str], bool] | None = None,
+    check_options: Sequence[str] = (),
 ) -> LaunchPlan:
     """Commands, environments and devices of all processes. ``resume``: the ranks go on from their last checkpoint.
+    ``check_options`` are the doctor's, for a check.
 
     Only servers whose host ``is_here`` are planned, by default all. ``node_rank``: which host of the learner this is.
 
@@ -136,7 +144,8 @@ def plan_launch(
         if is_here is None or is_here(address.host)
     )
     if learner.nnodes > 1 and (
-        (part is LaunchPart.ALL and servers) or (rank is None and part is not LaunchPart.SERVERS)
+        (part is LaunchPart.ALL and servers)
+        or (rank is None and part in (LaunchPart.ALL, LaunchPart.LEARNER))
     ):
         raise ConfigError(
             "the hosts of a learner are launched one by one, apart from servers",
@@ -156,7 +165,23 @@ def plan_launch(
         place = "" if part is LaunchPart.ALL else server.address.host
         placements.append(DeviceAssignment(server.index, place, devices_of(server.command)))
     check_devices(config.launch, placements)  # again: a number and a name may be one device here
-    return LaunchPlan(servers, ranks, log_dir, status_file, config.launch.restart)
+    is_check = part is LaunchPart.CHECK
+    if is_check:
+        ranks = _plan_doctor(config_path, learner, check_options, outer)
+    return LaunchPlan(servers, ranks, log_dir, status_file, config.launch.restart, is_check)
+
+
+def _plan_doctor(
+    config_path: Path, learner: LearnerProcess, options: Sequence[str], outer: Mapping[str, str]
+) -> Command:
+    """It sees all devices, counts them, and takes the learner's first by itself."""
+    words = (str(config_path.absolute()), "--live", f"--nproc-per-node={learner.nproc_per_node}", *options)
+    return Command(
+        name="doctor",
+        argv=(sys.executable, "-u", "-m", "swift_stage2", "doctor", *words),
+        environment={**outer, "PYTHONUNBUFFERED": "1"},
+        grace_s=_DOCTOR_GRACE_S,
+    )
 
 
 def _plan_server(
@@ -256,6 +281,7 @@ def _plan_learner(
         # Without --log-dir torchrun makes a folder in the temporary directory at every start, and leaves it there.
         environment={"PET_LOG_DIR": str(status_file.with_name("torchrun"))}
         | _environment(outer, process.devices, "launch.learner.devices")
+        | {name: str(value) for name, value in process.env.items()}
         | {EXIT_STATUS_FILE: str(status_file)},
     )
 

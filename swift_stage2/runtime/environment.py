@@ -22,6 +22,12 @@ from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.runtime.network import is_loopback, resolve
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same under WSL, ROCm's
+
+
+def has_gpu_driver() -> bool:
+    """Whether this host may have GPUs, though torch may find none of them; a login node has no driver."""
+    return any(map(os.path.exists, _DRIVERS))
 
 
 def require_visible_devices(environment: Mapping[str, str], num_found: int) -> None:

@@ -44,6 +44,21 @@ _MOST_GAP = (
 )
 
 
+def set_text_positions(inputs: dict[str, Any]) -> None:
+    """Puts the places of text first in ``position_ids`` of a row that holds several, of shape (4, 1, places) then.
+
+    Hugging Face keeps the packed parts apart by that alone, unless flash attention does. ms-swift's collator leaves
+    them beside, where its ``compute_loss`` takes them for the lengths of the parts.
+    """
+    positions, of_text = inputs.get("position_ids"), inputs.get("text_position_ids")
+    if positions is None or positions.ndim != 3:
+        return
+    if of_text is None and len(positions) == 4:  # a pack of channel B
+        inputs["text_position_ids"] = positions[0]
+    elif of_text is not None and len(positions) == 3:
+        inputs["position_ids"] = torch.cat([of_text[None], positions])
+
+
 def check_model(model: nn.Module, config: Stage2Config) -> None:
     """Refuses an adapter that does not go with rewards. One of an earlier stage brings settings of its own.
 

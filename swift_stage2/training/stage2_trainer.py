@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swift.dataset import packing
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -120,6 +121,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As ms-swift does it, whose loss knows no columns: one that needs others than these takes them first."""
+        losses.set_text_positions(inputs)
         columns = {name: inputs.pop(name) for name in COLUMNS if name in inputs}
         found = {name: inputs.pop(name) for name in ALTERNATIVE_TOKENS if name in inputs}
         policy = losses.PolicyTerm.of(columns, self.stage2_config)
@@ -325,6 +327,8 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
         super().__init__(arguments)
 
     def _prepare_dataset(self) -> Any:
+        # In this process: of a worker of its own that has failed ms-swift would wait without a deadline.
+        packing._spawn_workers = lambda context, *, target, jobs: [target(*words) for words in jobs]
         with going_on("train", "reading the data set"):
             return super()._prepare_dataset()
 
@@ -380,8 +384,10 @@ def _write_state(directory: Path, **state: Any) -> None:
 
 
 def _rows_of(dataset: Any) -> Any:
-    """The raw rows behind ms-swift's lazily encoding data set."""
-    return getattr(dataset, "dataset", dataset)
+    """The raw rows behind ms-swift's lazily encoding data set, or behind its packs of such rows."""
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return dataset
 
 
 def _config_from_environment() -> Stage2Config:

@@ -1,8 +1,10 @@
 """Turns the learner's module into named full tensors for a push, without touching the training weights.
 
 Under LoRA every adapted weight leaves merged, computed on a copy. Names are those of the model without
-its adapter, tied weights appear once. Under ZeRO-3 and FSDP2 no rank holds a whole tensor: all ranks gather a bucket
-together, and rank 0 copies it. Knows PEFT's layers, DeepSpeed's parameters and torch's DTensors, not ms-swift.
+its adapter, tied weights appear once. Weights of 4 bits (bitsandbytes) leave dense, in the dtype that the learner
+computes with, as its own forward pass has them. Under ZeRO-3 and FSDP2 no rank holds a whole tensor: all ranks gather
+a bucket together, and rank 0 copies it. Knows layers of PEFT and bitsandbytes, DeepSpeed's parameters and torch's
+DTensors, not ms-swift.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class WeightExport:
     def manifest(self) -> tuple[TensorSpec, ...]:
         """Name, shape and dtype of every tensor that a push carries, in push order."""
         return tuple(
-            TensorSpec(name, tuple(_full_shape(tensor)), str(tensor.dtype).removeprefix("torch."))
+            TensorSpec(name, tuple(_full_shape(tensor)), str(_dtype(tensor)).removeprefix("torch."))
             for name, (_, tensor) in self._own.items()
         )
 
@@ -157,7 +159,12 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Of a sharded one: a collective, which makes it anew on every rank."""
+    """Of a sharded one: a collective, which makes it anew on every rank; of a quantised one: made anew, dense."""
+    if _quantised(parameter) is not None:
+        from peft.utils.integrations import dequantize_bnb_weight
+
+        dense: torch.Tensor = dequantize_bnb_weight(parameter)  # type: ignore[arg-type]
+        return dense
     if not _is_sharded(parameter):
         return parameter.detach()
     whole: torch.Tensor = parameter.full_tensor()  # type: ignore[attr-defined]
@@ -165,8 +172,21 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Shape of the whole tensor; DeepSpeed shows a partitioned one as empty."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    """Shape of the whole tensor; DeepSpeed shows a partitioned one as empty, bitsandbytes packs one of 4 bits."""
+    quantised = _quantised(parameter)
+    return torch.Size(
+        quantised.shape if quantised is not None else getattr(parameter, "ds_shape", parameter.shape)
+    )
+
+
+def _dtype(parameter: torch.Tensor) -> torch.dtype:
+    quantised = _quantised(parameter)
+    return parameter.dtype if quantised is None else quantised.dtype
+
+
+def _quantised(parameter: torch.Tensor) -> Any:
+    """How bitsandbytes has packed it in 4 bits; None of one that is dense."""
+    return getattr(parameter, "quant_state", None)
 
 
 def _merged(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:

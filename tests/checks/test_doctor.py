@@ -17,9 +17,11 @@ from doctor_run import Report
 from live_server import free_port
 from real_model import make_encoder, rollout_of, sample_of
 
+from swift_stage2.checks import doctor as doctor_command
 from swift_stage2.checks import rollouts
 from swift_stage2.checks.learner import rank_bytes
 from swift_stage2.config import load_config
+from swift_stage2.errors import UserError
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -146,6 +148,82 @@ def test_what_needs_no_model_is_told(
     ).row(check)
     assert row["verdict"] == verdict, row
     assert told in row["found"] + row["fix"]
+
+
+def not_checked(report: Report) -> dict[str, str]:
+    return {row["check"]: row["found"] for row in report.findings if row["verdict"] == "not checked"}
+
+
+def test_each_side_is_judged_without_what_only_the_other_can_know(
+    configure: Configure, doctor: Doctor, busy_port: int
+) -> None:
+    server = {"engine": "transformers", "model": "/nowhere/served"}
+    sides = {"launch": {"servers": [server]}, "swift__model": "/nowhere/m"}
+    config = configure(f"http://127.0.0.1:{busy_port}", **sides)
+    report = doctor(config, "--role", "server")
+    assert report.failed == ["engine and model", "ports"]
+    assert (
+        "launch.servers[0].model must be a directory that exists" in report.row("engine and model")["found"]
+    )
+    assert not_checked(report) == {"model and data": "the learner's, by --role server"}
+    report = doctor(config, "--role", "learner")
+    assert report.failed == ["model directory"]
+    assert report.row("devices")["found"] == "disjoint (launch.learner: CPU only)"
+    assert not_checked(report)["launch.servers"] == "the servers' own, by --role learner"
+    assert doctor(config).failed == ["model directory", "engine and model", "ports"]
+
+
+def test_a_host_that_serves_alone_has_nothing_to_mend(configure: Configure, doctor: Doctor) -> None:
+    launch = {"servers": [{"engine": "transformers"}], "learner": {"devices": [0, 1]}}
+    config = configure(f"http://127.0.0.1:{free_port()}", launch=launch, swift__use_cpu=False)
+    report = doctor(config, "--role", "server")
+    assert report.status == 0, report.text
+    assert report.row("devices")["found"] == "disjoint (launch.servers[0]: CPU only)"
+
+
+LOGIN_NODE = {
+    "launch": {
+        "servers": [{"engine": "vllm", "devices": [0]}, {"engine": "vllm", "devices": [1]}],
+        "learner": {"devices": [0, 1], "nnodes": 2, "rdzv_endpoint": "LEARNER_0:29400"},
+        "share_devices": False,
+    },
+    "rollout__servers": [{"base_url": f"http://SERVER_{index}:8000"} for index in (0, 1)],
+    "swift__use_cpu": False,
+    "swift__torch_dtype": "bfloat16",  # which transformers refuses without a GPU
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "changes"), [("all", {}), ("learner", {}), ("server", {}), ("all", {"launch": {}})]
+)
+def test_a_login_node_is_asked_for_no_device_no_port_and_no_name(
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("swift_stage2.checks.doctor.has_gpu_driver", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as some sites set it there
+    report = doctor(configure(**LOGIN_NODE | changes), "--role", role)
+    assert report.status == 0, report.text
+    assert "devices" in not_checked(report)
+    if role != "server":
+        assert not_checked(report)["devices"].startswith(
+            "this host has no GPU: devices, ports and rendezvous are"
+        )
+        assert not_checked(report)["memory"].endswith("GB of a GPU, and more for activations; none is here")
+        assert report.verdict("samples") == "ok"
+
+
+def test_a_host_whose_driver_shows_no_gpu_is_no_login_node(
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swift_stage2.checks.doctor.has_gpu_driver", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    report = doctor(configure(**LOGIN_NODE | {"swift__model": "/nowhere/m"}))
+    assert set(report.failed) == {"learner's devices", "model directory", "rendezvous"}
+
+
+def test_servers_alone_are_not_compared_with_the_learner(configure: Configure) -> None:
+    with pytest.raises(UserError, match=r"got --role server; leave it out, or write --role learner"):
+        doctor_command.main([str(configure(DEAD)), "--role", "server", "--live"])
 
 
 def test_servers_that_do_not_answer_are_told_one_by_one(configure: Configure, doctor: Doctor) -> None:

@@ -220,6 +220,26 @@ def test_the_sizes_of_steps_follow_from_the_rows(
         assert advice in told.remedy
 
 
+@pytest.mark.parametrize(
+    ("packing_length", "ratio", "advice"),
+    [(512, "8 ", ""), (128, "32 ", "write swift.packing_length: 1024"), (0, "", "")],
+)
+def test_rows_that_ms_swift_packs_are_counted_with_their_packs(
+    packing_length: int, ratio: str, advice: str
+) -> None:
+    """64 tokens a row, 64 rows in a pack of channel B's."""
+    config = _config(4096, 1024)
+    packing = {"packing": True, "packing_length": packing_length, "per_device_train_batch_size": 1}
+    found = step_sizes(replace(config, swift={**config.swift, **packing}), _lengths(500, 64, 50, 50), 2)
+    if not packing_length:
+        assert found is None, "the model's own maximum is not known here"
+        return
+    assert found is not None
+    assert f"as many rows as {ratio}" in found.told
+    assert found.remedy.startswith(advice)
+    assert bool(found.remedy) is bool(advice)
+
+
 # --- tasks of a user's ---------------------------------------------------------------------------------
 
 QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)

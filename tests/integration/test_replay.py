@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from torchrun_job import DROPOUT, LearnerRun, Server, assert_replays, run_learner, run_replay, write_config
 
-from swift_stage2.telemetry.event_log import event_path
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import event_path, read_logs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -120,13 +121,19 @@ def _packs(run_dir: Path, step: int) -> list[str]:
     return [line["pack_id"] for line in lines if line["step"] == step]
 
 
-@pytest.mark.ci
+_PACKED = {"packing": True, "packing_length": 512, "per_device_train_batch_size": 1, "dataset_num_proc": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "b_ratio"),
+    [pytest.param({}, 0.5, marks=pytest.mark.ci), pytest.param(_PACKED, 0.3, id="packing")],
+)
 def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_checkpoint(
-    tmp_path: Path, rows_file: Path, server: Server
+    tmp_path: Path, rows_file: Path, server: Server, more: dict[str, Any], b_ratio: float
 ) -> None:
     directory = tmp_path / "run"
-    swift = SWIFT | {"save_strategy": "steps", "save_steps": 5}
-    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift, record=True)
+    swift = SWIFT | {"save_strategy": "steps", "save_steps": 5} | more
+    config = write_config(directory, rows_file, server, b_ratio=b_ratio, swift=swift, record=True)
     killed = run_learner(config, directory, ranks=2, inject="*:1:await_packs,1:12:SIGKILL")
     assert killed.status != 0
     for rank in (0, 1):
@@ -142,9 +149,10 @@ def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_
 
     resumed = tmp_path / "resumed"  # its own directory of what was trained, the run's own for everything else
     swift |= {"resume_from_checkpoint": str(directory / "checkpoint-10"), "output_dir": str(directory)}
-    config = write_config(resumed, rows_file, server, b_ratio=0.5, swift=swift, record=True)
+    config = write_config(resumed, rows_file, server, b_ratio=b_ratio, swift=swift, record=True)
     rest = run_learner(config, resumed, ranks=2)
     assert rest.status == 0, rest.output[-3000:]
+    assert account_of(read_logs([directory])).is_balanced
     replay = run_replay(directory, tmp_path / "replay2")
     assert replay.status == 0, replay.output[-3000:]
     assert f"equal: every loss of steps 10 to {NUM_STEPS - 1}" in replay.output

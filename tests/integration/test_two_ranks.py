@@ -239,14 +239,17 @@ def test_a_follower_saw_every_rollout_of_the_run_once_with_its_answer(
 
 
 @pytest.mark.slow
-def test_lora_weights_leave_merged_and_proven(tmp_path: Path, rows_file: Path, server: Server) -> None:
+@pytest.mark.parametrize("more", [{}, {"quant_bits": 4, "quant_method": "bnb"}], ids=["LoRA", "QLoRA"])
+def test_lora_weights_leave_merged_and_proven(
+    tmp_path: Path, rows_file: Path, server: Server, more: dict[str, Any]
+) -> None:
     directory = tmp_path / "lora"
     config = write_config(
         directory,
         rows_file,
         server,
         b_ratio=0.5,
-        swift={"max_steps": 14, "tuner_type": "lora", "learning_rate": 1e-2},
+        swift={"max_steps": 14, "tuner_type": "lora", "learning_rate": 1e-2, **more},
     )
     run = run_learner(config, directory, ranks=2, inject="*:1:await_packs,0:1:await_rounds")
     assert run.status == 0, run.output[-3000:]

@@ -3,7 +3,7 @@
 usage: stand_in_launch.py '{"log_dir", "servers": [[port, argv…]…], "learner": argv, "grace_s", …}'
 
 No "learner": servers alone. "upstream_port": the one server listens there, behind a merger on its port.
-"devices": CUDA_VISIBLE_DEVICES of each server, "learner_devices" the learner's.
+"devices": CUDA_VISIBLE_DEVICES of each server, "learner_devices" the learner's. "is_check": the learner is the doctor.
 """
 
 import json
@@ -66,9 +66,10 @@ plan = LaunchPlan(
     log_dir=log_dir,
     exit_status_file=status_file,
     restart=RestartConfig(policy=RestartPolicy(restart.pop("policy", "never")), **restart),
+    is_check=bool(spec.get("is_check")),
 )
 try:
-    sys.exit(run_plan(plan, spec.get("start_timeout_s", 60.0), show))
+    sys.exit(run_plan(plan, spec.get("start_timeout_s", 60.0), show, verbose=spec.get("verbose", True)))
 except UserError as exc:
     print(f"refused: {exc}", flush=True)
     sys.exit(2)

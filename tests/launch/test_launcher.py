@@ -185,6 +185,20 @@ def test_a_mistake_that_a_rank_told_is_told_again_as_the_last_line(launch: Launc
     assert running.output.splitlines()[-1] == "refused: the model must exist, got “x”; check it"
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_check_begins_once_all_servers_answer_is_shown_whole_and_its_status_is_the_launchs(
+    launch: Launch, status: int
+) -> None:
+    check = {"is_check": True, "verbose": False, "devices": ["0", "1"], "learner_devices": ""}
+    running = launch(learner=["exit", str(status)], more_ports=[free_port()], **check)
+    assert running.finish() == status
+    told = running.output
+    assert max(told.index("server0 answers"), told.index("server1 answers")) < told.index("started learner")
+    assert "[learner] learner ends" in told
+    assert "engine runs" not in told
+    assert told.splitlines()[-1] == "[learner] learner ends"
+
+
 def test_servers_alone_are_served_until_a_signal(launch: Launch) -> None:
     running = launch(learner=None)
     running.wait_for("all servers of this machine are up")
@@ -305,12 +319,19 @@ def test_a_program_that_cannot_be_started_is_said_in_the_log(launch: Launch) -> 
 
 
 @pytest.mark.slow
-def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_slurm", [False, True])
+def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(
+    launch: Launch, tmp_path: Path, by_slurm: bool
+) -> None:
+    """Slurm signals every process of a step, so that torchrun hears of it from its supervisor, too."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, pathlib, signal, sys, time\n"
         "rank = os.environ['RANK']\n"
-        f"def save(*_): pathlib.Path({str(tmp_path)!r}, 'saved' + rank).touch(); sys.exit(0)\n"
+        "def save(*_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"    time.sleep({12 * by_slurm})\n"  # longer than what a supervisor gives to strays
+        f"    pathlib.Path({str(tmp_path)!r}, 'saved' + rank).touch(); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         # One write: two ranks share the pipe, and print writes each argument by itself.
         "os.write(1, f'rank {rank} is ready\\n'.encode())\n"
@@ -320,6 +341,9 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
     running = launch(learner=[*torchrun, str(script)], server=None)
     running.wait_for("rank 0 is ready")
     running.wait_for("rank 1 is ready")
+    for process in running.alive() if by_slurm else ():
+        if process.pid != running.process.pid:  # which a second signal makes hurry
+            process.terminate()
     running.stop()
     assert {file.name for file in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 

@@ -209,6 +209,23 @@ def test_the_examples_for_eight_gpus_give_every_gpu_to_one_process(name: str) ->
 SEVERAL = {"nnodes": 2, "nproc_per_node": 8, "rdzv_endpoint": "learner-0:29400"}
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_a_check_has_the_doctor_in_the_learners_place_and_starts_the_servers_of_this_host(here: bool) -> None:
+    plan = plan_launch(
+        config(launch={"servers": [{"devices": [2]}], "learner": SEVERAL}),
+        Path("/c/run.yaml"),
+        OUTER,
+        part=LaunchPart.CHECK,
+        is_here=lambda host: here,
+        check_options=("--step-seconds=3.0",),
+    )
+    assert plan.is_check
+    assert [server.index for server in plan.servers] == [0] * here
+    words = "-m swift_stage2 doctor /c/run.yaml --live --nproc-per-node=8 --step-seconds=3.0"
+    assert " ".join(plan.learner.argv[2:]) == words
+    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == OUTER["CUDA_VISIBLE_DEVICES"]  # it counts them
+
+
 def test_one_file_gives_every_host_of_the_learner_its_ranks() -> None:
     launch = {"servers": [{}], "learner": SEVERAL}
     plans = [

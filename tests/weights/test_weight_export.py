@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,47 @@ def test_modules_that_are_trained_in_full_beside_lora_leave_as_trained(model: An
     assert merger
     for name in merger:
         torch.testing.assert_close(exported[name], expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapted_model_of_4_bits_leaves_as_the_dense_one_that_its_forward_pass_computes_with(
+    model: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With double quantisation, as ms-swift's default is; the dense model from before knows names and shapes."""
+    from transformers import BitsAndBytesConfig
+
+    dense = model.to(dtype)
+    dense.save_pretrained(tmp_path)
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=["visual", "lm_head"],
+    )  # fmt: skip
+    quantised = type(dense).from_pretrained(tmp_path, quantization_config=packing, dtype=dtype)
+    for layer in quantised.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = (
+                False  # on such a CPU an evaluation repacks the weights in place
+            )
+    names = [name for name, layer in quantised.named_modules() if type(layer).__name__ == "Linear4bit"]
+    assert names
+    adapted = _with_lora(quantised, r=4, lora_alpha=16, target_modules=names[: len(names) // 2])
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+
+    exported = _exported(adapted)
+    announced = [(spec.name, spec.shape, spec.dtype) for spec in WeightExport(adapted).manifest()]
+    assert announced == [(spec.name, spec.shape, spec.dtype) for spec in WeightExport(dense).manifest()]
+    assert sum(not torch.equal(exported[name], tensor) for name, tensor in _exported(dense).items()) == len(
+        names
+    )
+    dense.load_state_dict(exported, strict=False)
+    ids = torch.arange(5, 37)[None]
+    with torch.no_grad():
+        ours, theirs = (each.eval()(input_ids=ids).logits.float() for each in (adapted, dense))
+    rounding = float(torch.finfo(dtype).eps) * float(ours.abs().max()) * 16
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=rounding)
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in _pushed(adapted))
 
 
 @pytest.mark.parametrize("variant", ["use_dora", "lora_bias"])
