@@ -48,7 +48,7 @@ _ROWS: dict[str, dict[str, Any]] = {
         "lazy_tokenize": False,
     },
 }
-"""How ms-swift puts rows into a micro-batch."""
+"""ms-swift's arguments by the name of a way to put rows into a micro-batch."""
 
 
 class ArmName(StrEnum):

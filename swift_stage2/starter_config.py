@@ -138,7 +138,7 @@ def starter_config(options: argparse.Namespace, script: TrainScript) -> dict[str
 
 
 def _kept_arguments(script: TrainScript, *, b_ratio: float) -> dict[str, Any]:
-    """What channel B can live with, by the names of this ms-swift; all else is told."""
+    """The script's arguments that channel B supports, by ms-swift's present names. Tells of all others."""
     kept: dict[str, Any] = {}
     for old, value in script.arguments.items():
         name, given = _NEW_NAMES.get(old, old), f"{_option(old, value)}: "

@@ -142,7 +142,7 @@ def _plain(word: str) -> Any:
 
 
 def _fields(word: str, variables: Mapping[str, str | UserError], *, splits: bool = True) -> list[str]:
-    """What a command gets for a word. Raises UserError: a variable has no value, or only a shell knows it."""
+    """The arguments that bash makes of one word. Raises UserError: a variable has no value, or only bash knows it."""
     return shlex.split("".join(_expanded(piece, variables, splits) for piece in _PIECE.findall(word)))
 
 

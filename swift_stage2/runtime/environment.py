@@ -26,7 +26,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same unde
 
 
 def has_gpu_driver() -> bool:
-    """Whether this host may have GPUs, though torch may find none of them; a login node has no driver."""
+    """True if a GPU driver is loaded on this host; a login node has none. Torch may find no GPU all the same."""
     return any(map(os.path.exists, _DRIVERS))
 
 

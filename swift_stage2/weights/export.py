@@ -185,7 +185,7 @@ def _dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _quantised(parameter: torch.Tensor) -> Any:
-    """How bitsandbytes has packed it in 4 bits; None of one that is dense."""
+    """The state by which bitsandbytes packs a parameter in 4 bits; None of a dense one."""
     return getattr(parameter, "quant_state", None)
 
 

@@ -51,7 +51,7 @@ while any(task.poll() is None for task in tasks):
         told = True
         send(signal.SIGTERM)
     time.sleep(0.1)
-sys.exit(max(task.wait() % 256 for task in tasks))
+sys.exit(max(task.returncode % 256 for task in tasks))
 """
 SCONTROL = 'print("\\n".join(hosts))\n'
 
