@@ -65,7 +65,12 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         b_ratio=0.0,
         num_ranks=options.ranks,
         plugins=(PLUGINS / "clocks.py", PLUGINS / "packed_rows.py"),
-        swift={"callbacks": [STEP_CLOCK], "save_strategy": "no", **_ROWS[options.rows]},
+        swift={
+            "callbacks": [STEP_CLOCK],
+            "save_strategy": "no",
+            "include_num_input_tokens_seen": "all",
+            **_ROWS[options.rows],
+        },
     )
     write_scenes(directory, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
     clocks: dict[ArmName, list[Clock]] = {arm: [] for arm in ArmName}
@@ -89,12 +94,16 @@ def overhead_table(clocks: Mapping[ArmName, Sequence[Clock]]) -> ResultTable:
     ratio: Ratio = paired_ratio(seconds[ArmName.PLAIN], seconds[ArmName.OURS])
     steps = per_step(ArmName.OURS, "end_ns")
     shares = {name: per_step(ArmName.OURS, f"{name}_ns") for name in ("hooks", "agree")}
+    tokens = {
+        arm: 1e9 * per_step(arm, "tokens").sum() / np.concatenate(seconds[arm]).sum() for arm in ArmName
+    }
     rows = [
         *(
             (f"step {arm}, ms (quartiles)", Spread.of(np.concatenate(seconds[arm])).words(1, 1e3), "")
             for arm in ArmName
         ),
         ("median step ratio (95 % bounds)", ratio.words(), f"upper bound {STEP_BUDGET}"),
+        *((f"tokens per second {arm}", f"{tokens[arm]:.1f}", "") for arm in ArmName),
         ("own hooks, share of step", f"{shares['hooks'].sum() / steps.sum():.3%}", f"{HOOKS_BUDGET:.0%}"),
         ("all-reduce and wait, share", f"{shares['agree'].sum() / steps.sum():.3%}", ""),
     ]

@@ -57,7 +57,10 @@ class ThreadClock(TrainerCallback):  # type: ignore[misc]
 
 
 class StepClock(ThreadClock):
-    """``end_ns[i]`` is the end of step i, ``hooks_ns[i]`` what our hooks took up to there, ``agree_ns[i]`` agreeing."""
+    """``end_ns[i]`` is the end of step i, ``hooks_ns[i]`` what our hooks took up to there, ``agree_ns[i]`` agreeing.
+
+    ``tokens[i]`` is how many tokens the model has read up to there, padding included, where the Trainer counts them.
+    """
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__(args, trainer)
@@ -69,6 +72,7 @@ class StepClock(ThreadClock):
             "end_ns": time.perf_counter_ns(),
             "hooks_ns": spent.get("hooks", 0),
             "agree_ns": spent.get("agree", 0),
+            "tokens": int(self.trainer.state.num_input_tokens_seen),
         }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
