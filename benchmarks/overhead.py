@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         swift={
             "callbacks": [STEP_CLOCK],
             "save_strategy": "no",
-            "include_num_input_tokens_seen": "all",
+            "include_num_input_tokens_seen": True,
             **_ROWS[options.rows],
         },
     )
