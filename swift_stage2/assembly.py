@@ -79,7 +79,7 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
     run_id = str(control.broadcast(uuid.uuid4().hex))
     task = run_on_all_ranks(control, lambda: make_task(config))
     require_metric(config.swift, task.metrics)
-    channel, b_ratio = config.stage2_ab.channel_b, config.stage2_ab.schedule.exact_b_ratio
+    channel = config.stage2_ab.channel_b
     usable = run_on_all_ranks(control, lambda: usable_rows(given.rows, task, channel.rows_without_objects))
     kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, given.seed)
     telemetry = Telemetry(
@@ -93,7 +93,7 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
         kept_rows=frozenset(usable[number] for number in kept),
         say=partial(say_beside_bar, "train") if control.rank == 0 else None,
         total_steps=given.total_steps,
-        queue_limit=channel.prefetch.limit(given.packs_per_step, b_ratio) if config.b_enabled else None,
+        queue_limit=config.queue_limit(given.packs_per_step) if config.b_enabled else None,
         reward_terms=(*task.reward_terms, TOTAL),
     )
     channel_b, failures = None, BackgroundFailures()

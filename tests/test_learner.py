@@ -274,3 +274,97 @@ def test_a_final_evaluation_that_is_too_slow_or_stopped_on_one_rank_ends_on_both
         assert "got training_ends within 0.5 s and 1 proven" in result["final_too_slow"]["warnings"][0]
         assert result["final_stopped"]["versions"][:1] == [2]
         assert result["final_stopped"]["warnings"] == [], "nobody is to blame"
+
+
+# --- phases ------------------------------------------------------------------------------------------
+
+
+def together(results: list[dict[str, Any]], name: str) -> list[str]:
+    """What both ranks have noted, in the order in which it happened; ``0`` and ``1`` are the ranks."""
+    notes = [(when, f"{rank} {what}") for rank in (0, 1) for when, what in results[rank][name]["notes"]]
+    return [what for _, what in sorted(notes)]
+
+
+def require_turns(story: list[str], num_phases: int) -> None:
+    """Nobody pushes before both have released, nobody takes back before all servers sleep, and then only they train."""
+    for number in range(num_phases):
+        turn = story[: 1 + max(story.index("0 take back"), story.index("1 take back"))]
+        story = story[len(turn) :]
+        order = [
+            max(turn.index("0 release"), turn.index("1 release")),
+            turn.index("0 push"),
+            min((place for place, what in enumerate(turn) if " fill " in what), default=None),
+            turn.index("0 sleep"),
+            turn.index("0 asleep"),
+            min(turn.index("0 take back"), turn.index("1 take back")),
+        ]
+        known = [place for place in order if place is not None]
+        assert known == sorted(known), (number, turn)
+        assert not any("train" in what for what in turn[turn.index("0 push") : order[-1]]), turn
+    assert "0 take back" not in story
+
+
+def test_servers_are_awake_while_nothing_trains_and_asleep_while_nothing_is_asked(
+    results: list[dict[str, Any]],
+) -> None:
+    require_turns(together(results, "phases"), 3)
+    for result in results:
+        scenario = result["phases"]
+        assert [step[1] for step in scenario["steps"]] == ["B"] * 9
+        assert scenario["rounds"] == [[0, 1, [0]], [3, 2, [0]], [6, 3, [0]]]
+        assert [step[3] for step in scenario["steps"]] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert [what for _, what in scenario["notes"] if "fill" in what] == ["fill 6"] * 3
+        assert scenario["open"] == [[]] * 9
+        assert scenario["depth"] == 0
+        assert scenario["asleep"]
+
+
+def test_no_server_sleeps_before_the_last_rollout_of_every_rank_has_ended(
+    results: list[dict[str, Any]],
+) -> None:
+    story = together(results, "phases_with_a_late_rollout")
+    require_turns(list(story), 2)
+    ends = [place for place, what in enumerate(story) if what == "1 rollout ends"]
+    sleeps = [place for place, what in enumerate(story) if what == "0 sleep"]
+    assert len(ends) == len(sleeps) == 2
+    assert all(end < sleep for end, sleep in zip(ends, sleeps, strict=True))
+
+
+@pytest.mark.parametrize("name", ["phases_without_proof", "phases_without_sleep"])
+def test_a_server_that_does_not_wake_or_sleep_is_lost_and_training_goes_on_with_what_is_ready(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    require_turns(together(results, name), {"phases_without_proof": 2, "phases_without_sleep": 1}[name])
+    for result in results:
+        scenario = result[name]
+        assert [step[1] for step in scenario["steps"]] == ["B"] * 3 + ["A"] * 2
+        assert {step[2] for step in scenario["steps"][3:]} == {"servers_suspect"}
+    assert ("it said nothing" in str(results[0][name]["warnings"])) is (name == "phases_without_sleep")
+
+
+def test_a_server_that_is_killed_asleep_is_woken_in_the_phase_after_it_answers(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["phases_lose_a_server"]
+        assert [step[1] for step in scenario["steps"]] == ["B"] * 6 + ["A"] + ["B"] * 2
+        assert [step for step, _, proven in scenario["rounds"] if proven] == [0, 3, 7]
+
+
+def test_a_stop_in_a_phase_waits_for_no_rollout_and_leaves_the_servers_asleep(
+    results: list[dict[str, Any]],
+) -> None:
+    require_turns(together(results, "phases_stopped"), 2)
+    for result in results:
+        assert [step[1] for step in result["phases_stopped"]["steps"]] == ["B"] * 4
+        assert result["phases_stopped"]["asleep"]
+
+
+def test_an_evaluation_wakes_the_servers_and_is_over_before_they_sleep(results: list[dict[str, Any]]) -> None:
+    require_turns(together(results, "phases_evaluated"), 4)
+    for result in results:
+        scenario = result["phases_evaluated"]
+        assert [each[:2] for each in scenario["evaluations"]] == [[4, 5], [8, 8]]
+        assert {each[4] for each in scenario["evaluations"]} == {"complete"}
+        assert [step for step, *_ in scenario["rounds"]] == [0, 3, 5, 8]
+        assert scenario["asleep"]

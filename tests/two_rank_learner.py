@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,8 +30,10 @@ from swift_stage2.errors import ConfigError, Stage2Error, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
+from swift_stage2.learner.phases import Phases
 from swift_stage2.records import EvaluationCounts, ServerReport
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
+from swift_stage2.scheduling.phase_schedule import PhaseSchedule
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.version_schedule import VersionSchedule
@@ -181,6 +184,7 @@ def build(
     final_evaluation_s: float = 0.0,
     absent: Sequence[str] = (),
     dead: Collection[int] = (),
+    phases: Phases | None = None,
     **snapshot_parts: Any,
 ) -> Any:
     """Two ranks' learner before one server, of ours if it ``is_staging``, and ``absent`` ones; a version pushed there
@@ -217,7 +221,7 @@ def build(
         health=StandInHealth(base_urls=urls, api_key=None),
         sync=SyncConfig(timeout_s=20.0),
         straggler_s=20.0,
-        sync_every_steps=sync_every,
+        sync_every_steps=sync_every if phases is None else 1,
     )
     channel_b = ChannelB(
         source=SampleSource([{}] * 4, make_task(), rank=RANK, world_size=2, seed=0),
@@ -234,7 +238,7 @@ def build(
         pipeline=StandInPipeline(),  # type: ignore[arg-type]
         clock=VersionClock(),
         guard=TruncationGuard(1.0),
-        schedule=VersionSchedule(sync_every),
+        schedule=VersionSchedule(sync_every) if phases is None else phases.schedule,
         snapshots=snapshots,
         updates=updates if RANK == 0 else None,
         base_urls=urls,
@@ -243,6 +247,8 @@ def build(
         continue_on_failure=continue_on_failure,
         evaluation=pinned,
         final_evaluation_s=final_evaluation_s,
+        phases=phases,
+        longest_fill_s=None if phases is None else 20.0,
     )
     learner = Learner(
         b_ratio=1.0,
@@ -567,6 +573,127 @@ def server_joins() -> dict[str, Any]:
     }
 
 
+class StandInMemory:
+    """Notes when the device changes hands; taking it back on rank 1 would be early if rank 0 were not waited for."""
+
+    def __init__(self, note: Any) -> None:
+        self.note = note
+
+    def release(self) -> None:
+        time.sleep(0.1 * RANK)
+        self.note("release")
+
+    def take_back(self) -> None:
+        self.note("take back")
+
+
+def phases(
+    num_steps: int = 9,
+    *,
+    dead: Collection[int] = (),
+    does_not_sleep_at: int = -1,
+    hold: bool = False,
+    script: Any = lambda learner, b, step: None,
+    evaluation: tuple[EvaluationSchedule, StandInPart] | None = None,
+    final: bool = False,
+) -> dict[str, Any]:
+    """Phases of three B steps with two packs each. What happens is noted by its moment on the clock of both ranks."""
+    notes: list[tuple[float, str]] = []
+    schedule = PhaseSchedule(1, b_ratio=1.0, phase_steps=3, num_steps=1000)
+
+    def note(what: str) -> None:
+        notes.append((time.monotonic(), what))
+
+    def put_to_sleep() -> Sequence[str | None]:
+        if RANK != 0:
+            return ()
+        note("sleep")
+        time.sleep(0.1)
+        note("asleep")
+        return ["it said nothing" if b.schedule.begun == does_not_sleep_at else None]
+
+    parts: Any = Phases(
+        schedule=schedule, packs_per_step=2, memory=StandInMemory(note), put_to_sleep=put_to_sleep
+    )
+    learner, b, events, _ = build(
+        packs=0,
+        phases=parts,
+        is_staging=True,
+        dead=dead,
+        evaluation=evaluation,
+        final_evaluation_s=20.0 * final,
+    )
+    ticket: list[Any] = []
+
+    def fill(view: Any, timeout_s: float, is_stopping: Any) -> None:
+        note(f"fill {view.num_demanded}")
+        for _ in range(view.num_demanded if asked(b) else 0):
+            b.queue.offer(StandInPack(version=b.clock.current), current_version=b.clock.current)
+        if hold and RANK == 1:  # a rollout is still out
+            fence = b.client._servers[URL].fence
+            fence.enter()
+            ticket.append(fence)
+
+    def observe(view: Any) -> None:
+        if evaluation is not None and not evaluation[1].is_finished:
+            note("evaluate")
+            evaluation[1].num_answered, evaluation[1].is_finished = 4, True
+        if ticket:  # an agreement was made meanwhile
+            note("rollout ends")
+            ticket.pop().leave()
+
+    b.pipeline.fill, b.pipeline.observe = fill, observe
+    agree = learner._agree
+
+    def agreed(*args: Any, **kwargs: Any) -> Any:
+        found = agree(*args, **kwargs)
+        if ticket and any(found[0].servers_closed):
+            observe(None)
+        return found
+
+    learner._versions._agree = agreed
+    publisher = b.updates.publisher if b.updates is not None else None
+    if publisher is not None:
+        push = publisher.push
+        publisher.push = lambda *words: (note("push"), push(*words))
+    open_at_steps = []
+    for step in range(num_steps):
+        script(learner, b, step)
+        learner.begin_step(step, 2)
+        open_at_steps.append(asked(b))
+        note(f"train {step}")
+    if final:
+        learner.evaluate_final(num_steps)
+    return {
+        "notes": notes,
+        "steps": events.steps,
+        "rounds": events.rounds,
+        "open": open_at_steps,
+        "evaluations": events.evaluations,
+        "warnings": events.warnings,
+        "asleep": learner._versions.is_asleep,
+        "depth": b.queue.depth,
+    }
+
+
+def lost_asleep(learner: Any, b: Any, step: int) -> None:
+    """The server is killed before step 5 while it sleeps, and answers again before step 6."""
+    if b.updates is not None:
+        b.updates.publisher.lost = (0,) if step == 5 else ()
+        if step == 6:
+            b.updates.health.hears(0, OURS)
+
+
+def stop_in_phase(learner: Any, b: Any, step: int) -> None:
+    if step == 3 and RANK == 1:
+        learner.request_stop()
+
+
+def evaluated_phases() -> dict[str, Any]:
+    schedule = EvaluationSchedule(every_steps=4, max_round_delay_steps=2, last_step=7)
+    return phases(8, evaluation=(schedule, StandInPart()), final=True)
+
+
 def stop_is_agreed() -> dict[str, Any]:
     learner, _, _, _ = build(packs=0)
     stops = []
@@ -595,6 +722,13 @@ SCENARIOS = {
     "push_beside_training": push_beside_training,
     "server_joins": server_joins,
     "stop": stop_is_agreed,
+    "phases": phases,
+    "phases_with_a_late_rollout": lambda: phases(4, hold=True),
+    "phases_without_proof": lambda: phases(5, dead=[2]),
+    "phases_without_sleep": lambda: phases(5, does_not_sleep_at=1),
+    "phases_lose_a_server": lambda: phases(9, script=lost_asleep),
+    "phases_stopped": lambda: phases(4, hold=True, script=stop_in_phase),
+    "phases_evaluated": evaluated_phases,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
     "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),
     "evaluation_without_server": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_server),

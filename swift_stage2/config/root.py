@@ -18,6 +18,7 @@ from swift_stage2.config.rules import Positive, Whole, find
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
+    Mode,
     Stage2AbConfig,
 )
 from swift_stage2.config.swift_arguments import (
@@ -108,6 +109,16 @@ class Stage2Config:
     def b_enabled(self) -> bool:
         """Whether channel B exists at all."""
         return self.stage2_ab.schedule.b_ratio > 0
+
+    @property
+    def alternates(self) -> bool:
+        """Whether servers sleep while the learner trains, because both have the same devices."""
+        return self.b_enabled and self.launch.share_devices and self.stage2_ab.mode is Mode.INLINE
+
+    def queue_limit(self, packs_per_step: int) -> int:
+        """Packs that are kept ready at most; a whole phase's and one that is left over where servers sleep between."""
+        limit = self.stage2_ab.channel_b.prefetch.limit(packs_per_step, self.stage2_ab.schedule.exact_b_ratio)
+        return max(limit, self.stage2_ab.phase_steps * packs_per_step + 1) if self.alternates else limit
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -224,6 +235,12 @@ class Stage2Config:
         ]
         check_devices(self.launch, [DeviceAssignment(None, "", self.launch.learner.devices), *placements])
         for index, process in enumerate(self.launch.servers):
+            if self.alternates and (process.engine is ServerEngine.SWIFT or on_hosts[index]):
+                raise ConfigError(
+                    "mode: inline with launch.share_devices needs servers of ours on the learner's host, which sleep",
+                    got=f"launch.servers[{index}] of engine {process.engine} at {hosts[index]}",
+                    remedy="write engine: vllm or transformers and a base_url of 127.0.0.1, or mode: async",
+                )
             if uses_disk and process.engine is ServerEngine.SWIFT:
                 raise ConfigError(
                     "rollout.sync.transport: disk needs servers of ours",

@@ -282,7 +282,9 @@ class Stage2AbConfig:
     schedule: ScheduleConfig
     mode: Mode = Mode.ASYNC
     """``inline``: a B step waits for its rollouts and training for every round, with which to compare what ``async``
-    gives."""
+    gives. With ``launch.share_devices`` training and rollouts take turns: servers sleep while the learner trains."""
+    phase_steps: Count = 4
+    """Where they take turns, the B steps for which packs are made before the servers sleep again."""
     objective: Objective = Objective.CORRECTED_TARGET
     """The tokens that channel B trains: corrected answers, its rollouts by their rewards (``grpo``), or both."""
     task: str = DEFAULT_TASK

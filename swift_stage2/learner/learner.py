@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from swift_stage2.channel_b.ready_queue import Reservation
@@ -18,6 +18,7 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB
+from swift_stage2.learner.phases import Phases
 from swift_stage2.learner.versions import LearnerVersions
 from swift_stage2.records import Pack
 from swift_stage2.runtime.background import BackgroundFailures
@@ -112,6 +113,12 @@ class Learner:
             self.events.record_warning(failure)
         if self._versions is not None:
             self._versions.begin_if_due(step)
+            if (
+                self.channel_b is not None
+                and self.channel_b.phases is not None
+                and not self._versions.is_asleep
+            ):
+                self._use_servers(step, self.channel_b, self.channel_b.phases)
         started = time.perf_counter()
         wants_b = self.channel_b is not None and wants_channel_b(step, self.b_ratio)
         reservation = self._reserve(step, num_packs) if wants_b else None
@@ -121,6 +128,8 @@ class Learner:
         told = self._told(step, plan, packs, time.perf_counter() - started)
         if self._versions is not None:  # after this step's packs were taken: none ages between the two
             self._versions.apply(step, outcome, news)
+        if self.channel_b is not None and self.channel_b.phases is not None:
+            self.channel_b.phases.schedule.observe(step, is_fed=not outcome.not_reserved)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self.events.record_step(told)
         self._raise_failures(outcome)
@@ -155,6 +164,8 @@ class Learner:
         with self.events.activity("evaluating"):
             while not self._has_evaluated(b.evaluation, step, end):
                 time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
+        if b.phases is not None and self._versions is not None and not self._versions.is_asleep:
+            self._versions.end_phase(step, b.phases)
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
         why = latest.end if latest is not None and latest.due_step == step else "none began"
         if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
@@ -217,11 +228,25 @@ class Learner:
             or not (any(self._versions.asked) or self._versions.is_publishing)
         )
 
+    def _use_servers(self, step: int, b: ChannelB, phases: Phases) -> None:
+        """While the servers are awake: makes the packs of a whole phase, and runs the evaluation that is due."""
+        assert self._versions is not None
+        assert b.longest_fill_s is not None
+        with self.events.activity("filling"):
+            view = self._view(b, step, phases.num_demanded)
+            b.pipeline.fill(view, b.longest_fill_s, lambda: self._stop_requested)
+        with self.events.activity("evaluating"):
+            while b.evaluation is not None and not self._has_evaluated(b.evaluation, step, math.inf):
+                if b.evaluation.schedule.running is None:
+                    break  # it may not begin at this step
+                time.sleep(_LOOK_S)  # bounded: every question is asked so many times, each with a deadline
+        self._versions.end_phase(step, phases)
+
     def _reserve(self, step: int, num_packs: int) -> Reservation | None:
         b = self.channel_b
         assert b is not None
         assert self._versions is not None
-        if b.longest_fill_s is not None and not self._versions.holds_production:
+        if b.longest_fill_s is not None and b.phases is None and not self._versions.holds_production:
             b.pipeline.fill(self._view(b, step, num_packs), b.longest_fill_s, lambda: self._stop_requested)
         return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
 
@@ -237,7 +262,7 @@ class Learner:
         num_servers = 0
         try:
             if self.channel_b is not None:
-                facts = self._with_channel_b(facts, self.channel_b, step)
+                facts = self.channel_b.with_facts(facts, step)
                 num_servers = len(self.channel_b.base_urls)
                 with self.channel_b.snapshots.explained():
                     vector = self.control.reduce_max(facts.encode())
@@ -254,33 +279,6 @@ class Learner:
                 reservation.release()
             raise
         return outcome, news
-
-    def _with_channel_b(self, facts: RankFacts, b: ChannelB, step: int) -> RankFacts:
-        # In this order: who gives up an abandoned POST makes its server suspect in the same moment.
-        busy = b.client.busy()
-        suspicions = b.client.take_suspicions()
-        facts = replace(
-            facts,
-            pipeline_failed=b.pipeline.failure is not None,
-            truncation_guard=b.guard.paused,
-            evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
-            makes_stale=b.pipeline.makes_stale(b.schedule.next_version),
-            servers_proven=(0,) * len(b.base_urls),
-            servers_suspect=tuple(url in suspicions for url in b.base_urls),
-            servers_closed=(False,) * len(b.base_urls),
-            servers_busy=tuple(url in busy for url in b.base_urls),
-        )
-        if b.updates is None:
-            return facts
-        own = b.updates.facts(step)
-        return replace(
-            facts,
-            update_news=own.has_update,
-            publishing=own.publishing,
-            server_waits=own.server_waits,
-            servers_proven=own.proven,
-            servers_closed=own.closed,
-        )
 
     def _spend(self, step: int, reservation: Reservation | None, plan: StepPlan) -> tuple[Pack, ...]:
         if reservation is None or self.channel_b is None:
@@ -316,6 +314,9 @@ class Learner:
                 has_server=any(self._versions.asked),
                 pending=self._versions.is_changing,
             )
+            if b.phases is not None and not outcome.pipeline_failed:  # it needs servers that are awake
+                schedule = b.evaluation.schedule
+                b.schedule.is_asked_for |= schedule.unfinished is not None and schedule.running is None
         num_demanded = 0 if self._has_trained or b.longest_fill_s is not None else None
         b.pipeline.observe(self._view(b, step, num_demanded))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,18 @@ from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.config import Mode, OnPipelineFailure, Stage2Config
 from swift_stage2.evaluation import PinnedEvaluation, pinned_evaluation
+from swift_stage2.learner.device_memory import DeviceMemory
+from swift_stage2.learner.phases import Phases
 from swift_stage2.runtime.background import BackgroundFailures
+from swift_stage2.scheduling.feasibility_gate import RankFacts
 from swift_stage2.scheduling.horizon import Pacer
+from swift_stage2.scheduling.phase_schedule import PhaseSchedule
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.version_schedule import VersionSchedule
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.health_check import HealthCheck, ServerKind
+from swift_stage2.servers.sleeper import Sleeper
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher_process import ProcessPublisher
@@ -63,6 +68,36 @@ class ChannelB:
     """The writing of targets: code fence, separators, escapes. A resumed run must have the same."""
     longest_fill_s: float | None = None
     """In mode inline, how long a B step waits for its packs at most. None: they are made beside training."""
+    phases: Phases | None = None
+    """Where servers sleep while the learner trains."""
+
+    def with_facts(self, facts: RankFacts, step: int) -> RankFacts:
+        """``facts`` with those of channel B, taken at this moment."""
+        # In this order: who gives up an abandoned POST makes its server suspect in the same moment.
+        busy = self.client.busy()
+        suspicions = self.client.take_suspicions()
+        facts = replace(
+            facts,
+            pipeline_failed=self.pipeline.failure is not None,
+            truncation_guard=self.guard.paused,
+            evaluation_wanted=self.evaluation is not None and self.evaluation.wanted,
+            makes_stale=self.pipeline.makes_stale(self.schedule.next_version),
+            servers_proven=(0,) * len(self.base_urls),
+            servers_suspect=tuple(url in suspicions for url in self.base_urls),
+            servers_closed=(False,) * len(self.base_urls),
+            servers_busy=tuple(url in busy for url in self.base_urls),
+        )
+        if self.updates is None:
+            return facts
+        own = self.updates.facts(step)
+        return replace(
+            facts,
+            update_news=own.has_update,
+            publishing=own.publishing,
+            server_waits=own.server_waits,
+            servers_proven=own.proven,
+            servers_closed=own.closed,
+        )
 
 
 def make_channel_b(
@@ -82,6 +117,7 @@ def make_channel_b(
     rollout, b_ratio = config.rollout, config.stage2_ab.schedule.exact_b_ratio
     base_urls = [server.base_url for server in rollout.servers]
     is_inline = config.stage2_ab.mode is Mode.INLINE
+    phases = _make_phases(config, given, control) if config.alternates else None
     api_key = rollout.api_key()
     clock = VersionClock()
     guard = TruncationGuard(channel.max_truncated_ratio)
@@ -132,7 +168,7 @@ def make_channel_b(
         span=telemetry.trace.span,
     )
     queue = ReadyQueue(
-        prefetch.limit(given.packs_per_step, b_ratio),
+        config.queue_limit(given.packs_per_step),
         prefetch.version_window,
         lambda pack, reason: pipeline.on_drop(pack, reason),
     )
@@ -170,7 +206,7 @@ def make_channel_b(
         pipeline=pipeline,
         clock=clock,
         guard=guard,
-        schedule=VersionSchedule(prefetch.sync_every_steps),
+        schedule=phases.schedule if phases is not None else VersionSchedule(prefetch.sync_every_steps),
         snapshots=snapshots,
         updates=_make_updates(config, given, control, telemetry, servers, examine, failures, snapshots)
         if control.rank == 0
@@ -183,6 +219,25 @@ def make_channel_b(
         final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
         answer_fingerprint=parts.task.fingerprint,
         longest_fill_s=config.control_timeout_s - sync.timeout_s if is_inline else None,
+        phases=phases,
+    )
+
+
+def _make_phases(config: Stage2Config, given: RunInputs, control: ControlGroup) -> Phases:
+    servers, ab = config.rollout.servers, config.stage2_ab
+    sleeper = Sleeper(
+        [server.base_url for server in servers],
+        api_key=config.rollout.api_key(),
+        timeout_s=config.rollout.sync.timeout_s,
+        ends=[bool(config.launch.servers)] * len(servers),
+    )
+    return Phases(
+        schedule=PhaseSchedule(
+            1, b_ratio=ab.schedule.b_ratio, phase_steps=ab.phase_steps, num_steps=given.total_steps
+        ),
+        packs_per_step=given.packs_per_step,
+        memory=DeviceMemory(),
+        put_to_sleep=sleeper if control.rank == 0 else lambda: (),
     )
 
 
@@ -229,7 +284,7 @@ def _make_updates(
         sync=sync,
         # One whose vLLM cannot change weights under requests waits for those of all ranks before it installs.
         straggler_s=sync.straggler_s + rollout.request_timeout_s,
-        sync_every_steps=config.stage2_ab.channel_b.prefetch.sync_every_steps,
+        sync_every_steps=1 if config.alternates else config.stage2_ab.channel_b.prefetch.sync_every_steps,
         on_lost=tell_of_loss,
     )
 

@@ -12,8 +12,9 @@ import math
 import time
 from collections.abc import Callable
 
-from swift_stage2.collectives import ControlGroup
+from swift_stage2.collectives import ControlGroup, run_on_all_ranks
 from swift_stage2.learner.parts import ChannelB
+from swift_stage2.learner.phases import Phases
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.updates import UpdateNews
@@ -44,6 +45,8 @@ class LearnerVersions:
         self._closed: tuple[bool, ...] = (False,) * len(parts.base_urls)
         self._due_s: float | None = None  # moment at which the pending version fell due
         self._pending_seconds = 0.0  # of the version that began last
+        self.is_asleep = parts.phases is not None
+        """Whether servers that share the learner's devices sleep, or none has been woken yet."""
         self.asked: tuple[int, ...] = (0,) * len(parts.base_urls)
         """By server, the version that it is asked under; 0 if it is not asked."""
 
@@ -54,13 +57,13 @@ class LearnerVersions:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a version is due or on its way."""
-        return self.is_pending or self.is_publishing or self._b.schedule.is_asked_for
+        """Whether a version is due or on its way, or has to come before anything is asked."""
+        return self.is_pending or self.is_publishing or self._b.schedule.is_asked_for or self.is_asleep
 
     @property
     def is_publishing(self) -> bool:
         """Whether weights are on their way to a server, or wait until it is drained."""
-        return self._is_publishing or any(self._closed)
+        return self._is_publishing or (any(self._closed) and not self.is_asleep)
 
     @property
     def holds_production(self) -> bool:
@@ -110,6 +113,8 @@ class LearnerVersions:
         with self._events.activity("syncing"):
             canary_due = b.updates is not None and b.updates.canary_due
             taken = b.snapshots.take(version, step=step, canary_due=canary_due)
+            if b.phases is not None:
+                self._make_room(b.phases)
             if b.updates is not None and taken is not None:
                 b.updates.begin(taken, step)
             for url, asked in zip(b.base_urls, self.asked, strict=True):
@@ -159,7 +164,7 @@ class LearnerVersions:
         drained = [
             server
             for server, (is_closed, busy) in enumerate(zip(closed, outcome.servers_busy, strict=True))
-            if is_closed and not busy
+            if is_closed and not busy and not self.is_asleep
         ]
         told = news.outcome.failed if news is not None and news.outcome is not None else ()
         lost = [
@@ -188,6 +193,38 @@ class LearnerVersions:
         if lost:
             self._events.record_warning(f"suspect until new weights prove it again: {', '.join(lost)}")
 
+    def _make_room(self, phases: Phases) -> None:
+        with self._events.activity("switching"):
+            run_on_all_ranks(
+                self._control, phases.memory.release
+            )  # no server wakes beside a rank that holds it
+            self.is_asleep = False
+
+    def end_phase(self, step: int, phases: Phases) -> None:
+        """Has the servers sleep once nothing is out there, and only then takes the devices' memory back.
+
+        Raises:
+            WeightSyncError: the learner's weights cannot be pushed; on every rank.
+        """
+        b = self._b
+        with self._events.activity("switching"):
+            if b.updates is not None:
+                b.updates.rest()
+            while True:  # bounded: what is out there ends by its own deadlines; at a stop the servers end it
+                outcome, news = self._agree(step)
+                self.apply(step, outcome, news)
+                if outcome.stop_requested or not (outcome.publishing or any(outcome.servers_busy)):
+                    break
+                time.sleep(_LOOK_S)
+            told = run_on_all_ranks(self._control, phases.put_to_sleep)
+            if b.updates is not None:
+                b.updates.rested([server for server, why in enumerate(told) if why])
+                for url, asked, why in zip(b.base_urls, self.asked, told, strict=True):
+                    if asked and why:
+                        self._events.record_warning(f"{url} did not go to sleep: {why}")
+            phases.memory.take_back()
+            self.is_asleep = True
+
     def _take_news(self, step: int, news: UpdateNews) -> None:
         b = self._b
         for joining in news.joining:
@@ -203,7 +240,9 @@ class LearnerVersions:
         while True:
             outcome, news = self._agree(step)
             self.apply(step, outcome, news)
-            if outcome.stop_requested or not self.is_publishing:
+            # Who is to sleep again must not be left in the middle of an install.
+            may_leave = outcome.stop_requested and self._b.phases is None
+            if may_leave or not self.is_publishing:
                 return
             if any(self.asked) and self._b.updates is not None:
                 self._b.updates.hurry("after the first proof")

@@ -5,6 +5,7 @@ training part of its main thread:
 
     S       steps, at the pace of quiet ones        R       sync rounds
     P       the pipeline's work for the packs that were trained          W       what the training part took
+    F       phases in which packs are made while nothing trains          X       devices that change hands for them
     inline = S + R + P      ideal = max(S + R, P)      speed-up = inline / W      bound = inline / ideal
     fraction = speed-up / bound = ideal / W
 
@@ -85,6 +86,8 @@ class Speed:
     rounds_s: float  # R
     working_s: Mapping[str, float]
     """The pipeline's work by activity, for the packs that were trained; empty without its clock or a pack."""
+    filling_s: float = 0.0  # F
+    switching_s: float = 0.0  # X
 
     @property
     def lacks(self) -> str:
@@ -110,7 +113,7 @@ class Speed:
 
     @cached_property
     def wall_s(self) -> float:  # W
-        return sum(step.seconds for step in self.steps) + self.rounds_s
+        return sum(step.seconds for step in self.steps) + self.rounds_s + self.filling_s + self.switching_s
 
     @property
     def learner_s(self) -> float:
@@ -153,6 +156,8 @@ def speed_of(rank: RankEvents) -> Speed:
         rank=rank.rank,
         steps=timed,
         rounds_s=sum(_spent(step, Activity.SYNCING) for step in steps),
+        filling_s=sum(_spent(step, Activity.FILLING) for step in steps),
+        switching_s=sum(_spent(step, Activity.SWITCHING) for step in steps),
         working_s={name: spent_s.get(name, 0.0) * num_trained / num_made for name in WORKING if spent_s},
     )
 
@@ -253,7 +258,7 @@ def _sums(speed: Speed) -> Table:
         ("P, rollouts", format_seconds(speed.rollouts_s), f"{work}; for the packs that were trained"),
         ("inline", format_seconds(facts["inline_s"]), "S + R + P: one after another"),
         ("ideal", format_seconds(facts["ideal_s"]), "max(S + R, P): side by side without loss"),
-        ("W, measured", format_seconds(speed.wall_s), "steps and rounds as they were"),
+        ("W, measured", format_seconds(speed.wall_s), "steps, rounds and phases as they were"),
         ("speed-up", f"{facts['speed_up']:.2f} ×", "inline / W"),
         ("bound", f"{facts['bound']:.2f} ×", "inline / ideal"),
         ("reached", f"{facts['fraction']:.1%}", "speed-up / bound = ideal / W"),
@@ -269,7 +274,7 @@ def bottlenecks(speed: Speed | None, summary: RunSummary) -> Iterator[str]:
     """
     is_lost = summary.skips.get("servers_suspect", 0) > WORTH * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        yield _binding(speed) + _b_ratio(speed, summary)
+        yield _phases(speed) if speed.switching_s else _binding(speed) + _b_ratio(speed, summary)
         if speed.rounds_s > WORTH * speed.wall_s:
             num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
             yield (
@@ -288,6 +293,17 @@ def bottlenecks(speed: Speed | None, summary: RunSummary) -> Iterator[str]:
     for reason, missed in summary.skips.items():
         if reason != SkipReason.NOT_ENOUGH_PACKS:
             yield f"{missed} wanted B steps did not run: {SKIP_CAUSES[reason]}; section Sync rounds says more."
+
+
+def _phases(speed: Speed) -> str:
+    """Half of the ranks take twice as long for a step, and half of the servers for a pack."""
+    halves_s = max(2 * speed.steps_s + speed.rounds_s, 2 * speed.rollouts_s)
+    return (
+        f"Learner and servers take turns on the same devices: making packs takes {format_seconds(speed.filling_s)} of "
+        f"{format_seconds(speed.wall_s)}, switching {format_seconds(speed.switching_s)} "
+        f"({speed.switching_s / speed.wall_s:.0%}). With half of the devices for each side the run would take about "
+        f"{format_seconds(halves_s)}: the longer of 2 S + R and 2 P."
+    )
 
 
 def _binding(speed: Speed) -> str:

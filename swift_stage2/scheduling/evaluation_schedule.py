@@ -43,6 +43,7 @@ class EvaluationSchedule:
         self._due_step: int | None = None
         self._round_due_step: int | None = None
         self._final_step: int | None = None
+        self._armed_step = 0
         self.running: RunningEvaluation | None = None
         self.is_cut = False
         """True when the one that runs may ask no more, because a round is due; what is in flight still counts."""
@@ -98,12 +99,12 @@ class EvaluationSchedule:
         return ended
 
     def begin_if_due(self, step: int, version: int, *, may_begin: bool) -> RunningEvaluation | None:
-        """Called at every step once, and after training again and again; what begins.
+        """Called at every step, at some again and again; what begins.
 
         ``may_begin``: a server is asked, and no round is pending.
         """
-        if step > 0 and step % self._every_steps == 0 and self._final_step is None:
-            self._due_step = step
+        if step > self._armed_step and step % self._every_steps == 0 and self._final_step is None:
+            self._due_step = self._armed_step = step
         if self._due_step is None or self.running is not None or not may_begin:
             return None
         if step >= self._last_step and self._due_step != self._final_step:

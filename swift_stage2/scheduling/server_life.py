@@ -25,6 +25,8 @@ class LifeState(StrEnum):
     """Weights are on their way and nobody asks it. Ends with the push, by its deadline."""
     PROVEN = "proven"
     """It is asked. Ends by newer weights or a fault."""
+    ASLEEP = "asleep"
+    """It is asked nothing and has given up its device's memory, beside a learner that trains. Ends by newer weights."""
     UPDATING = "updating"
     """It is asked while newer weights are on their way. Ends with the push, by its deadline."""
 
@@ -32,6 +34,7 @@ class LifeState(StrEnum):
 class LifeEvent(StrEnum):
     ANSWERED = "answered"
     DRAIN = "drain"
+    SLEEP = "sleep"
     PUSH = "push"
     PROVED = "proved"
     FAILED = "failed"
@@ -46,6 +49,8 @@ TRANSITIONS: dict[tuple[LifeState, LifeEvent], LifeState] = {
     (LifeState.PROVEN, LifeEvent.PUSH): LifeState.UPDATING,
     (LifeState.PROVEN, LifeEvent.DRAIN): LifeState.DRAINING,
     (LifeState.UPDATING, LifeEvent.PROVED): LifeState.PROVEN,
+    (LifeState.PROVEN, LifeEvent.SLEEP): LifeState.ASLEEP,
+    (LifeState.ASLEEP, LifeEvent.PUSH): LifeState.PUSHING,
     **{(state, LifeEvent.FAILED): LifeState.AWAY for state in LifeState if state is not LifeState.AWAY},
 }
 """Every other pair changes nothing: an event that comes late, of a push that was given up for instance."""
@@ -78,13 +83,13 @@ class ServerLife:
     @property
     def is_closed(self) -> bool:
         """Whether no rank may ask it anything new although it may have a version."""
-        return self.state in (LifeState.DRAINING, LifeState.PUSHING)
+        return self.state in (LifeState.DRAINING, LifeState.PUSHING, LifeState.ASLEEP)
 
     def wants(self, newest: int, step: int) -> bool:
         """Whether weights of version ``newest`` should be brought to it at ``step``, or it be drained for them."""
         if self.state is LifeState.READY:
             return step >= self.retry_step
-        return self.state is LifeState.PROVEN and self.version < newest
+        return self.state in (LifeState.PROVEN, LifeState.ASLEEP) and self.version < newest
 
     def answered(self) -> None:
         """The health check has heard it."""
@@ -92,6 +97,9 @@ class ServerLife:
 
     def drain(self) -> None:
         self._take(LifeEvent.DRAIN)
+
+    def sleep(self) -> None:
+        self._take(LifeEvent.SLEEP)
 
     def push(self) -> None:
         self._take(LifeEvent.PUSH)

@@ -110,6 +110,7 @@ class Updates:
         self._joining: list[JoiningServer] = []
         self._drained: frozenset[int] = frozenset()  # by the last agreement
         self._fault = ""
+        self._rests = False
         self._step = 0
         self.snapshots.on_copied = self._push_if_copied
 
@@ -125,7 +126,7 @@ class Updates:
 
     def begin(self, taken: TakenSnapshot, step: int) -> None:
         """``taken`` is the newest version, of the weights at the start of ``step``. No push runs."""
-        self._step = step
+        self._step, self._rests = step, False
         self._newest = _Newest(taken, step)
         self._fault = taken.fault
         self._push_where_possible()
@@ -147,6 +148,8 @@ class Updates:
                 self.on_lost(server, version)
                 self._fail(server)
         self._watch_away()
+        for life in self.lives if self._rests else ():
+            life.sleep()
         self._push_where_possible()  # here, where the other ranks learn at once that the snapshot is in use
         return UpdateFacts(
             proven=tuple(life.version for life in self.lives),
@@ -170,6 +173,16 @@ class Updates:
         self._drained = frozenset(drained)
         self._push_where_possible()  # to who is drained: the other ranks know as much
         self._watch_away()
+
+    def rest(self) -> None:
+        """Until the next ``begin`` nothing is pushed, and who is proven is asked nothing: servers are to sleep."""
+        self._rests = True
+        self.hurry("after servers were to sleep")
+
+    def rested(self, failed: Iterable[int]) -> None:
+        """All servers sleep but those that have ``failed`` to: they are as good as lost."""
+        for server in failed:
+            self._fail(server)
 
     def hurry(self, since: str) -> None:
         """Pushes that run have ``straggler_s`` from now on; ``since`` says after what."""
@@ -229,7 +242,7 @@ class Updates:
 
     def _push_where_possible(self) -> None:
         newest = self._newest
-        if newest is None or newest.taken.fault:
+        if newest is None or newest.taken.fault or self._rests:
             return
         may_push = self._hand_over(newest)
         for server, life in enumerate(self.lives):

@@ -73,6 +73,15 @@ def test_a_run_that_hides_all_its_rollouts_reaches_its_bound() -> None:
     assert numbers == pytest.approx([12.0, 7.0, 12 / 7, 12 / 7, 1.0])
 
 
+def test_phases_count_as_time_and_are_compared_with_two_halves_of_the_devices() -> None:
+    speed = work(TEN_AND_TEN, syncing_s=1.0, pipeline_s={"asking": 4.0})
+    speed = replace(speed, filling_s=4.5, switching_s=0.5)
+    assert speed.wall_s == pytest.approx(12.0)
+    told, *_ = told_of(speed, summary())
+    assert "making packs takes 4.5 s of 12 s, switching 500 ms (4%)" in told, told
+    assert "about 13 s" in told, "2 x 6 + 1 of the learner, 2 x 4 of the servers"
+
+
 def test_of_the_pipelines_time_counts_its_work_for_the_packs_that_were_trained() -> None:
     last = Metrics(
         step=None,

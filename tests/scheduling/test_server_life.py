@@ -45,6 +45,7 @@ def test_what_the_table_does_not_have_changes_nothing(state: LifeState, event: L
     calls = {
         LifeEvent.ANSWERED: life.answered,
         LifeEvent.DRAIN: life.drain,
+        LifeEvent.SLEEP: life.sleep,
         LifeEvent.PUSH: life.push,
         LifeEvent.PROVED: lambda: life.proved(4),
         LifeEvent.FAILED: lambda: life.failed(10),
@@ -68,6 +69,8 @@ def test_what_the_table_does_not_have_changes_nothing(state: LifeState, event: L
         (LifeState.UPDATING, 4, 5, False),
         (LifeState.PROVEN, 4, 5, True),
         (LifeState.PROVEN, 5, 5, False),
+        (LifeState.ASLEEP, 4, 5, True),
+        (LifeState.ASLEEP, 5, 5, False),
     ],
 )
 def test_who_wants_weights(state: LifeState, version: int, newest: int, wants: bool) -> None:
