@@ -18,6 +18,7 @@ from swift_stage2.config.rules import Positive, Whole, find
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
+    Mode,
     Stage2AbConfig,
 )
 from swift_stage2.config.swift_arguments import (
@@ -108,6 +109,11 @@ class Stage2Config:
     def b_enabled(self) -> bool:
         """Whether channel B exists at all."""
         return self.stage2_ab.schedule.b_ratio > 0
+
+    @property
+    def alternates(self) -> bool:
+        """Whether rollouts and steps take turns on one set of devices: servers sleep while a step trains."""
+        return self.b_enabled and self.launch.share_devices and self.stage2_ab.mode is Mode.INLINE
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
