@@ -46,10 +46,12 @@ CLOSE_COMMUNICATOR = "/close_communicator/"
 SERVER_INFO = "/stage2/info/"
 WEIGHTS = "/stage2/weights/"
 INSTALL = "/stage2/install/"
+SLEEP = "/stage2/sleep/"
 WEIGHT_SUMS = "/stage2/weight_sums/"
 """A stock server with the plugin ``stock_proof`` answers it: GET with its incarnation, POST with ``WeightSums``."""
 
 INSTALLING_STATE = "installing"  # of a server that waits for what it computes, or copies weights in
+ASLEEP_STATE = "asleep"  # of a server that holds no weights until an install
 
 MOST_CONTROL_BYTES = 32 << 20  # of an answer: a manifest and two checksums for each of 70,000 tensors
 _MOST_VALUES = (
@@ -207,7 +209,8 @@ class RefusalReason(StrEnum):
     NO_WEIGHTS = "no_weights"  # these were never offered, or a newer offer has replaced them
     MANIFEST_DIFFERS = "manifest_differs"  # names, shapes or dtypes are not the model's own
     NO_ROOT = "no_root"  # weights on a disk, of a server that was started without --weights-root
-    UNPROVEN = "unproven"  # the model holds weights that nobody vouches for; only an install helps
+    UNPROVEN = "unproven"  # the model holds weights that nobody vouches for, or none; only an install helps
+    NO_SLEEP = "no_sleep"  # it was started without a --sleep-level
 
 
 class WeightWay(StrEnum):
@@ -275,6 +278,24 @@ class WeightProof(Message):
     def vouches_for(self, checksums: Mapping[str, str]) -> bool:
         """True if every tensor arrived, and is resident, with these sums."""
         return self.resident == self.arrived == checksums and checksums.keys() <= set(self.loaded)
+
+
+# --- between installs ---------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, config=OPEN)
+class SleepRequest(Message):
+    """Body of SLEEP: the server gives the memory of weights and caches back, until an install wakes it.
+
+    What it still answers ends; calls that come are refused as UNPROVEN.
+    """
+
+    timeout_s: Seconds = 30.0
+
+
+@dataclass(frozen=True, slots=True, config=OPEN)
+class SleepAnswer(Message):
+    """How the server is now; a good answer says ASLEEP_STATE."""
+
+    state: Text
 
 
 # --- other answers ------------------------------------------------------------------------------

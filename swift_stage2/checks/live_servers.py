@@ -38,10 +38,11 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.sleeper import Sleeper
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.publisher_process import ProcessPublisher
 from swift_stage2.weights.waited_updates import WaitedUpdates
-from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
+from swift_stage2.wire import ASLEEP_STATE, INSTALLING_STATE, RefusalReason, ServerInfo
 
 if TYPE_CHECKING:
     from swift_stage2.checks.doctor import CheckRun
@@ -89,11 +90,23 @@ class LiveServers:
             self._examine_server(index, session, route, sync)
         if sync.passed:
             sync.result.close()  # its process, where no round was run
+        if self._sleepers:  # as they were found: a learner may need the memory
+            Sleeper(
+                self._sleepers, self.config.rollout.api_key(), _LOOK_TIMEOUT_S, [False] * len(self._sleepers)
+            )()
 
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
         for info, (_, _, route) in zip(self.infos, self._servers(), strict=True):
             self._examine_answers(route, info)
+
+    @property
+    def _sleepers(self) -> list[str]:
+        return [
+            server.base_url
+            for info, server in zip(self.infos, self.config.rollout.servers, strict=True)
+            if info.passed and info.result.state == ASLEEP_STATE
+        ]
 
     @cached_property
     def _questions(self) -> Questions:
@@ -119,8 +132,8 @@ class LiveServers:
         check, samples, config = self.check_run.check, self.samples, self.config
         timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
         info = self.infos[index]
-        # One that is unproven answers nothing else before a round.
-        is_first = info.passed and info.result.state == RefusalReason.UNPROVEN
+        # One that is unproven or sleeps answers nothing else before a round.
+        is_first = info.passed and info.result.state in (RefusalReason.UNPROVEN, ASLEEP_STATE)
         dry = self._check_round(index, session, info, sync) if is_first else None
         prompt = check(
             "prompts",

@@ -55,7 +55,8 @@ class LaunchPart(StrEnum):
 class PlannedServer:
     """A server to start, where it will answer, and its number in ``launch.servers``.
 
-    With a ``merger`` that is what answers at ``address``, and the server listens on ``upstream_port``.
+    With a ``merger`` that is what answers at ``address``, and the server listens on ``upstream_port``. One that
+    ``sleeps`` must not load beside a learner that trains.
     """
 
     command: Command
@@ -64,13 +65,17 @@ class PlannedServer:
     merger: Command | None = None
     upstream_port: int | None = None
     is_stock: bool = False
+    sleeps: bool = False
 
     def commands(self, *, again: bool = False) -> tuple[Command, ...]:
         """In the order in which they are started; ``again``: a merger must not believe weights that came up anew."""
-        if self.merger is None:
-            return (self.command,)
-        merger = replace(self.merger, argv=(*self.merger.argv, "--needs-weights")) if again else self.merger
-        return self.command, merger
+        command, merger = self.command, self.merger
+        if again and self.sleeps:
+            command = replace(command, argv=(*command.argv, "--load-when-asked"))
+        if merger is None:
+            return (command,)
+        merger = replace(merger, argv=(*merger.argv, "--needs-weights")) if again else merger
+        return command, merger
 
     @property
     def http_ports(self) -> tuple[int, ...]:
@@ -207,6 +212,7 @@ def _plan_server(
         merger=_plan_merger(config, index, process, address, outer),
         upstream_port=process.upstream_port,
         is_stock=process.engine is ServerEngine.SWIFT,
+        sleeps=config.alternates and process.engine is not ServerEngine.SWIFT,
     )
 
 
@@ -245,6 +251,7 @@ def _server_arguments(
     if config.rollout.sync.disk_directory is not None:
         key += ["--weights-root", config.rollout.sync.disk_directory]
     if is_ours:
+        options = ["--sleep-level", "2", *options] if config.alternates else options
         named = [model] if process.engine is ServerEngine.TRANSFORMERS else ["--model", model]
         words = ["rollout", "--engine", process.engine.value, *named, *place, *key, *options]
         return ["-m", "swift_stage2", *words]

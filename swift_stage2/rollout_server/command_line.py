@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from swift_stage2.checks.model import check_checkpoint, recorded_plugins
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError, without_list
-from swift_stage2.rollout_server.engine import Engine, EngineState
+from swift_stage2.rollout_server.engine import Engine, EngineState, SleepMode
 from swift_stage2.runtime.environment import require_known_accelerator, require_visible_devices
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.runtime.output import exit_at_once, print_error
@@ -151,7 +151,8 @@ def _watch(
 ) -> None:
     """Tells when the engine is ready, gives memory back while it idles, and that of offers that are late, and ends the
     server when the engine breaks: only a new process helps then."""
-    engine.wait_loaded(_LOAD_POLL_S)
+    while not engine.wait_loaded(_LOAD_POLL_S):  # one that waits to be asked
+        continue
     if engine.status().state is EngineState.READY:
         _log.info("serving %s on http://%s", engine.model, address)
     heap = HeapTrim()
@@ -199,7 +200,12 @@ def transformers_command(
         from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
         load = partial(_load_transformers, options, load_generator)
-        return TransformersRolloutEngine(load, model=options.model, max_batch_size=options.max_batch_size)
+        return TransformersRolloutEngine(
+            load,
+            model=options.model,
+            max_batch_size=options.max_batch_size,
+            sleep_mode=_sleep_mode(options),
+        )
 
     return _command(options, start_engine)
 
@@ -256,13 +262,16 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     def start_engine() -> Engine:
         from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 
-        build = partial(build_vllm, swift_argv, trusts_code=options.trust_remote_code)
-        return VllmRolloutEngine(build, model=options.model)
+        mode = _sleep_mode(options)
+        build = partial(build_vllm, swift_argv, trusts_code=options.trust_remote_code, sleeps=mode.level > 0)
+        return VllmRolloutEngine(build, model=options.model, sleep_mode=mode)
 
     return _command(options, start_engine, api_key=options.api_key, has_children=True)
 
 
-def build_vllm(swift_argv: Sequence[str], *, trusts_code: bool = False) -> VllmGenerator:
+def build_vllm(
+    swift_argv: Sequence[str], *, trusts_code: bool = False, sleeps: bool = False
+) -> VllmGenerator:
     """ms-swift's engine for these arguments of ``swift rollout``. Raises ConfigError: ms-swift cannot read them."""
     from swift_stage2.compat import declare_operators
 
@@ -277,7 +286,7 @@ def build_vllm(swift_argv: Sequence[str], *, trusts_code: bool = False) -> VllmG
 
     if not trusts_code:
         refuse_foreign_code()
-    return build_generator(swift_argv, trusts_code=trusts_code)
+    return build_generator(swift_argv, trusts_code=trusts_code, sleeps=sleeps)
 
 
 ENGINES: dict[str, Callable[[Sequence[str]], ServerCommand]] = {
@@ -316,8 +325,19 @@ def _parser(program: str, description: str) -> CommandParser:
         "replace the weights; off: refused")  # fmt: skip
     add("--trust-remote-code", action="store_true",
         help="run Python that the checkpoint brings; off: such a checkpoint is refused")  # fmt: skip
+    add("--sleep-level", type=int, choices=(0, 1, 2), default=0, help="what becomes of the weights while the learner "
+        "has the devices: 2 drops them, 1 moves them to main memory; 0: the server never sleeps")  # fmt: skip
+    add(
+        "--load-when-asked",
+        action="store_true",
+        help="load the model with the first weights that are offered",
+    )
     add_limits(parser)
     return parser
+
+
+def _sleep_mode(options: argparse.Namespace) -> SleepMode:
+    return SleepMode(options.sleep_level, options.load_when_asked)
 
 
 def _check_files(options: argparse.Namespace) -> None:

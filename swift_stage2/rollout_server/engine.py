@@ -16,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swift_stage2.errors import EngineUnavailable, UserError
 from swift_stage2.servers.infer_wire import Completion, SamplingOptions
@@ -126,9 +126,22 @@ class InstalledWeights:
     resident: Mapping[str, str]
 
 
+class SleepMode(NamedTuple):
+    """Whether an engine gives its memory back between installs, and from the start."""
+
+    level: int = 0
+    """0: never; 1: the weights go to main memory; 2: they are dropped. Above 0 it sleeps as soon as it has loaded."""
+    loads_when_asked: bool = False
+    """It does not load before ``load_now``."""
+
+
+AWAKE = SleepMode()
+
+
 class EngineState(StrEnum):
     """Whether an engine can be asked."""
 
+    UNLOADED = "unloaded"
     LOADING = "loading"
     READY = "ready"
     BROKEN = "broken"
@@ -156,23 +169,41 @@ class Engine(ABC):
     installs_beside = True
     """True: the slot calls ``install`` while jobs are open. False: it waits until all jobs have ended."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, sleep_mode: SleepMode = AWAKE) -> None:
         self.model = model
+        self.sleep_mode = sleep_mode
+        self.is_asleep = sleep_mode.level > 0 or sleep_mode.loads_when_asked
+        """True until the first install, and from ``sleep`` to the next one: it can answer nothing."""
         self.stamp = WeightStamp()
         self._open: set[GenerationJob] = set()
         self._manifest: tuple[TensorSpec, ...] = ()
         self._state, self._detail = EngineState.LOADING, ""
-        self._loaded = threading.Event()
+        self._may_load, self._loaded = threading.Event(), threading.Event()
+        if sleep_mode.loads_when_asked:
+            self._state = EngineState.UNLOADED
+        else:
+            self._may_load.set()
         self._thread = threading.Thread(target=self._run_to_the_end, name="rollout-engine", daemon=True)
 
     def wait_loaded(self, timeout_s: float) -> bool:
         """True when the model is loaded, or could not be, within the time; see ``status``."""
         return self._loaded.wait(timeout_s)
 
+    def load_now(self, timeout_s: float) -> None:
+        """Has an engine that waits to be asked load its model; does nothing to others.
+
+        Raises EngineUnavailable: it is not loaded within the time.
+        """
+        if self.sleep_mode.loads_when_asked:
+            self._may_load.set()
+            self.wait_loaded(timeout_s)
+            self._require_ready()
+
     def status(self) -> EngineStatus:
         """State, its reason, and counts; never waits."""
         state, detail = self._state, self._detail
-        if state in (EngineState.LOADING, EngineState.READY) and (ailment := self._ailment()):
+        is_well = state not in (EngineState.BROKEN, EngineState.CLOSED)
+        if is_well and (ailment := self._ailment()):
             state, detail = EngineState.BROKEN, ailment
         num_open = len(self._open)
         num_running = min(num_open, self._num_running())
@@ -222,6 +253,29 @@ class Engine(ABC):
             InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
         """
 
+    def sleep(self, timeout_s: float) -> None:
+        """Ends what is open and gives the memory of weights and caches back, until ``install`` takes it again.
+
+        Not called beside an install, and nothing is submitted meanwhile. May be called of an engine that sleeps.
+
+        Raises:
+            EngineUnavailable: not within the time, or the engine is broken or closed.
+        """
+        end = time.monotonic() + timeout_s
+        if self._may_load.is_set():  # else it holds nothing
+            self.wait_loaded(timeout_s)
+            self._require_ready()
+        if self.is_asleep:
+            return
+        self.end_open("the server falls asleep")
+        asleep = self._fall_asleep()
+        try:
+            asleep.result(max(0.0, end - time.monotonic()))
+        except Exception as error:  # whatever an engine raises, or it did not come to it
+            asleep.cancel()
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise EngineUnavailable(f"the engine did not sleep: {reason}") from error
+
     def end_open(self, why: str) -> None:
         """Fails what is open."""
         for job in tuple(self._open):
@@ -234,12 +288,20 @@ class Engine(ABC):
         A load cannot be interrupted and is not waited for.
         """
         self._stop(EngineState.CLOSED, "the server is shutting down")
+        self._may_load.set()
         self._thread.join(timeout_s if self._loaded.is_set() else 0.0)
 
     # --- for subclasses -------------------------------------------------------------------------
     @abstractmethod
     def _run(self) -> None:
         """Loads the model, calls ``_become_ready`` and works until the engine is stopped. On the engine's thread."""
+
+    @abstractmethod
+    def _fall_asleep(self) -> Future[None]:
+        """Its end: behind whatever is open, which is aborted, ``is_asleep`` is set and the memory is given back.
+
+        One that is cancelled before it begins changes nothing.
+        """
 
     def _ailment(self) -> str:
         """Why an engine that was not stopped cannot work; empty while it can."""
@@ -257,6 +319,7 @@ class Engine(ABC):
 
     def _become_ready(self) -> None:
         """The model is loaded; an engine that was ended meanwhile stays ended."""
+        self.is_asleep = self.sleep_mode.level > 0
         if self._state is EngineState.LOADING:
             self._state = EngineState.READY
         self._loaded.set()
@@ -286,8 +349,11 @@ class Engine(ABC):
             job.future.set_exception(error)
 
     def _run_to_the_end(self) -> None:
+        self._may_load.wait()  # deadline: until somebody asks, or the engine is closed
         try:
-            self._run()
+            if self._state in (EngineState.UNLOADED, EngineState.LOADING):
+                self._state = EngineState.LOADING
+                self._run()
         except UserError as error:
             self._stop(EngineState.BROKEN, str(error))
         except Exception as error:  # top of the thread

@@ -42,6 +42,8 @@ from swift_stage2.servers.infer_wire import (
 )
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
+# An engine that loads when it is asked is one that sleeps.
+_IN_SERVICE = (EngineState.READY, EngineState.UNLOADED)
 _SETTLE_TIMEOUT_S = 600.0
 _LOOP_TIMEOUT_S = 30.0  # the event loop waits for nothing
 _CONTROL_THREADS = 8
@@ -87,14 +89,14 @@ class RolloutService:
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the engine can answer, and what it does; never waits for it."""
         status = self.engine.status()
-        ready = status.state is EngineState.READY
+        ready = status.state in _IN_SERVICE
         told = {"status": "ok" if ready else str(status.state)}
         return ready, told | asdict(status) | {"state": self._state()}
 
     def _state(self) -> str:
         """The engine's state unless it is ready; then the state of the weights."""
         state = self.engine.status().state
-        return str(state if state is not EngineState.READY else self.slot.state)
+        return str(self.slot.state if state in _IN_SERVICE else state)
 
     # --- routes ---------------------------------------------------------------------------------
     def _table(self) -> dict[tuple[str, str], Callable[..., Any]]:
@@ -104,6 +106,7 @@ class RolloutService:
             ("GET", wire.SERVER_INFO): self._info,
             ("POST", wire.WEIGHTS): self._offer_weights,
             ("POST", wire.INSTALL): self._install_weights,
+            ("POST", wire.SLEEP): self._sleep,
         }
 
     async def _health(self) -> JSONResponse:
@@ -155,6 +158,11 @@ class RolloutService:
     async def _install_weights(self, request: Request) -> dict[str, Any]:
         wanted = wire.InstallRequest.from_json(await self._json(request))
         return (await self._off_loop(request, partial(self.slot.install, wanted))).to_json()
+
+    async def _sleep(self, request: Request) -> dict[str, Any]:
+        wanted = wire.SleepRequest.from_json(await self._json(request))
+        await self._off_loop(request, partial(self.slot.sleep, wanted))
+        return wire.SleepAnswer(self._state()).to_json()
 
     async def _json(self, request: Request) -> Any:
         async with self._control_bodies.body(request) as raw:

@@ -7,6 +7,7 @@ between two tokens of one; what was computed of its answers stays.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -17,13 +18,16 @@ import torch
 
 from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
+    AWAKE,
     Engine,
     GenerationJob,
     GenerationRequest,
     InstalledWeights,
     JobAborted,
+    SleepMode,
     WeightStamp,
 )
+from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.servers.batching import BatchQueue
 from swift_stage2.weights.tensors import checksum_tensor, checksums_by_name
 from swift_stage2.wire import TensorSpec
@@ -47,13 +51,21 @@ class TransformersRolloutEngine(Engine):
     name = "transformers"
     copy = staticmethod(copy_weights)
 
-    def __init__(self, load: Callable[[], SwiftGenerator], *, model: str, max_batch_size: int = 64) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        load: Callable[[], SwiftGenerator],
+        *,
+        model: str,
+        max_batch_size: int = 64,
+        sleep_mode: SleepMode = AWAKE,
+    ) -> None:
+        super().__init__(model, sleep_mode)
         self._load = load
         self._queue: BatchQueue[GenerationJob] = BatchQueue(max_batch_size=max_batch_size)
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")
         self._running: tuple[GenerationJob, ...] = ()
         self._generator: SwiftGenerator | None = None
+        self._places: dict[str, tuple[torch.Size, torch.device]] = {}  # of parameters that are awake
         self._late_copy: Future[InstalledWeights] | None = None  # that outlived its install
         self._thread.start()
 
@@ -126,10 +138,15 @@ class TransformersRolloutEngine(Engine):
     def _run(self) -> None:
         self._generator = self._load()
         self._generator.prepare()
+        parameters = dict(self._generator.model.named_parameters())
         self._manifest = tuple(
             TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._generator.model.named_parameters()
+            for name, tensor in parameters.items()
         )
+        self._places = {name: (tensor.shape, tensor.device) for name, tensor in parameters.items()}
+        del parameters
+        if self.sleep_mode.level:
+            self._give_memory_back()
         self._become_ready()
         while (work := self._queue.take()) is not None:
             for job in work:
@@ -143,7 +160,10 @@ class TransformersRolloutEngine(Engine):
         stamps = [(self.stamp, 0)]  # each with the number of tokens that were there when it came
 
         def between_tokens(num_tokens: int) -> list[bool]:
-            self._queue.run_tasks()
+            if not all(
+                job.aborted for job in jobs
+            ):  # else it ends here, and tasks run when its memory is free
+                self._queue.run_tasks()
             if self.stamp is not stamps[-1][0]:
                 stamps.append((self.stamp, num_tokens))
             return [job.aborted for job in jobs]
@@ -177,7 +197,10 @@ class TransformersRolloutEngine(Engine):
         self, weights: Mapping[str, torch.Tensor], arrived: Mapping[str, str], stamp: WeightStamp
     ) -> InstalledWeights:
         parameters = dict(self.generator.model.named_parameters())
-        self.stamp = stamp
+        self.stamp, self.is_asleep = stamp, False
+        for name, parameter in parameters.items():
+            if (place := self._places[name]) != (parameter.shape, parameter.device):
+                parameter.data = parameter.data.new_empty(place[0], device=place[1])
         with torch.no_grad():
             self.copy(parameters, weights)
         resident = checksums_by_name({name: parameters[name] for name in weights})
@@ -187,7 +210,21 @@ class TransformersRolloutEngine(Engine):
                 resident[name] = arrived[name]
         return InstalledWeights(loaded=tuple(weights), arrived=arrived, resident=resident)
 
+    def _give_memory_back(self) -> None:
+        """Parameters stay the objects that they are, and with them ties and hooks; buffers stay as they are."""
+        for parameter in self.generator.model.parameters():
+            is_kept = self.sleep_mode.level == 1
+            parameter.data = parameter.data.cpu() if is_kept else parameter.data.new_empty(0)
+        self.is_asleep = True
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        HeapTrim().now()
+
     # --- any thread -----------------------------------------------------------------------------
+    def _fall_asleep(self) -> Future[None]:
+        return self._queue.put_task(self._give_memory_back).future
+
     def _num_running(self) -> int:
         return len(self._running)
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
+    AWAKE,
     Engine,
     EngineState,
     GenerationJob,
     GenerationRequest,
     InstalledWeights,
+    SleepMode,
     WeightStamp,
 )
 from swift_stage2.rollout_server.vllm_weights import Report, combine
@@ -41,8 +44,10 @@ class VllmRolloutEngine(Engine):
 
     name = "vllm"
 
-    def __init__(self, build: Callable[[], VllmGenerator], *, model: str) -> None:
-        super().__init__(model)
+    def __init__(
+        self, build: Callable[[], VllmGenerator], *, model: str, sleep_mode: SleepMode = AWAKE
+    ) -> None:
+        super().__init__(model, sleep_mode)
         self._build = build
         self._lent: list[BinaryIO] = []  # to workers, in loads that are not known to be over
         self._generator: VllmGenerator | None = None
@@ -115,6 +120,8 @@ class VllmRolloutEngine(Engine):
         try:
             self._manifest = generator.manifest()
             self.installs_beside = generator.keeps_requests
+            if self.sleep_mode.level:
+                await generator.sleep(self.sleep_mode.level)
             self._become_ready()
             while not generator.is_dead and self._state is EngineState.READY:
                 for job, name in list(self._held.items()):
@@ -158,8 +165,15 @@ class VllmRolloutEngine(Engine):
     async def _load_weights(
         self, generator: VllmGenerator, path: str, stamp: WeightStamp
     ) -> tuple[Sequence[Report], bool]:
-        """The workers' reports, and whether what was computed with the old weights is gone."""
-        async with generator.paused():
+        """The workers' reports, and whether what was computed with the old weights is gone.
+
+        An engine that sleeps computes nothing until its cache, too, is there again.
+        """
+        sleeps = self.sleep_mode.level > 0 and await generator.is_sleeping()
+        self.is_asleep = False
+        if sleeps:
+            await generator.wake("weights")
+        async with nullcontext() if sleeps else generator.paused():
             refusals = [""]
             try:
                 refusals = await generator.load_weights(path)
@@ -173,7 +187,16 @@ class VllmRolloutEngine(Engine):
                     f"vLLM's workers must read the weights, got in {len(refused)} of {len(refusals)}: {refused[0]}",
                     torn=len(refused) < len(refusals),
                 )
-            return await generator.held_weights(), await generator.reset_caches()
+            reports, is_reset = await generator.held_weights(), await generator.reset_caches()
+        if sleeps:
+            await generator.wake("kv_cache")
+        return reports, is_reset
+
+    async def _sleep(self, generator: VllmGenerator) -> None:
+        while self._held:  # they are aborted
+            await asyncio.sleep(_POLL_S)
+        await generator.sleep(self.sleep_mode.level)
+        self.is_asleep = True
 
     def _close_lent(self) -> None:
         lent, self._lent = self._lent, []
@@ -181,6 +204,10 @@ class VllmRolloutEngine(Engine):
             file.close()
 
     # --- any thread -----------------------------------------------------------------------------
+    def _fall_asleep(self) -> Future[None]:
+        assert self._generator is not None  # it is ready
+        return asyncio.run_coroutine_threadsafe(self._sleep(self._generator), self._loop)
+
     def _ailment(self) -> str:
         generator = self._generator
         return super()._ailment() or (_DEAD if generator is not None and generator.is_dead else "")

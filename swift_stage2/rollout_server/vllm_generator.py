@@ -7,6 +7,7 @@ here what it means to the stock server. Lives on the engine thread's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from swift_stage2.checks.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
+_log = logging.getLogger(__name__)
 # What a round's merged weights and one turn allow of the arguments of `swift rollout`.
 _SERVED = {
     "vllm_data_parallel_size": 1,
@@ -57,8 +59,10 @@ class ServerArguments(RolloutArguments):  # type: ignore[misc]
             super()._check_device_count()
 
 
-def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGenerator:
+def build_generator(argv: Sequence[str], *, trusts_code: bool = False, sleeps: bool = False) -> VllmGenerator:
     """The engine for the command line of ``swift rollout``; blocks until the model is loaded.
+
+    One that ``sleeps`` has vLLM allocate what it holds so that it can give it back, which it does on accelerators only.
 
     Raises:
         UserError: arguments that ms-swift refuses, or that this server does not serve.
@@ -66,6 +70,10 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGe
     arguments = parse_swift_arguments(argv, ServerArguments, where=COMMAND_LINE)
     _refuse_unserved(arguments)
     engine_kwargs = (arguments.vllm_engine_kwargs or {}) | {"worker_extension_cls": WORKER_EXTENSION}
+    if sleeps and not torch.accelerator.is_available():
+        _log.warning(
+            "vLLM gives no memory back on a CPU; all else happens as on an accelerator when it sleeps"
+        )
     options = {
         **arguments.get_vllm_engine_kwargs(),
         "model_id_or_path": arguments.model,
@@ -76,6 +84,7 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGe
         "seed": get_seed(),
         # As the stock server: log-probabilities after temperature and the other warpers.
         "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": sleeps and torch.accelerator.is_available(),
         "load_format": engine_kwargs.pop("load_format", "auto"),
         "engine_kwargs": engine_kwargs,
     }
@@ -209,6 +218,18 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         finally:
             if self.keeps_requests:
                 await self.engine.resume_generation()
+
+    async def sleep(self, level: int) -> None:
+        """Gives back caches and weights, at level 1 to main memory; nothing is computed until both are awake."""
+        await self.engine.sleep(level)
+
+    async def is_sleeping(self) -> bool:
+        """Whether any part of the memory is given back, or nothing is computed for another reason."""
+        return bool(await self.engine.is_sleeping())
+
+    async def wake(self, part: str) -> None:
+        """Takes memory for ``weights``, or for ``kv_cache``, again; after the second vLLM computes."""
+        await self.engine.wake_up([part])
 
     async def name_weights(self, stamp: WeightStamp) -> None:
         """Has vLLM label every token that it samples from now on with these weights."""

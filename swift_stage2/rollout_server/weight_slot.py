@@ -2,8 +2,8 @@
 
 ``offer`` takes at most one set of weights, beside those that serve; ``install`` shuts the gate, has the engine copy
 them and compares sums. The server serves iff the sums agree. An install that fails before the copy, or whose caller has
-gone by then, leaves the old weights serving under their old stamp. Called by the routes from any thread; the lock is
-held for decisions only, never while anything is waited for.
+gone by then, leaves the old weights serving under their old stamp. After ``sleep`` there are none, until an install.
+Called by the routes from any thread; the lock is held for decisions only, never while anything is waited for.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.weights.stream import WeightListener
 from swift_stage2.wire import (
+    ASLEEP_STATE,
     INSTALLING_STATE,
     InstallRequest,
     OfferAnswer,
     RefusalReason,
+    SleepRequest,
     WeightOffer,
     WeightProof,
     WeightWay,
@@ -50,6 +52,8 @@ class SlotState(StrEnum):
     SERVING = "serving"
     INSTALLING = INSTALLING_STATE
     UNPROVEN = "unproven"
+    ASLEEP = ASLEEP_STATE
+    """As unproven, and the memory of weights and caches is free."""
 
 
 class GateShut(Exception):
@@ -80,13 +84,13 @@ class WeightSlot:
         """For weights that must be copied, kept so that its pages stay mapped."""
         self._writer: WeightSource | None = None  # that fills it, or did
         self._changed = threading.Condition()  # its lock guards all below
-        self._is_offering = False
+        self._is_busy = False  # with an offer, or falling asleep
         self._offered: WeightSource | None = None
         self._offered_until_s = 0.0
         self._installing: WeightSource | None = None
         self._proof: WeightProof | None = None
         self._gate: Future[None] | None = None  # while it is shut
-        self._unproven = False
+        self._unproven = engine.is_asleep
         self._closed = False
 
     @property
@@ -94,7 +98,9 @@ class WeightSlot:
         with self._changed:
             if self._gate is not None:
                 return SlotState.INSTALLING
-            return SlotState.UNPROVEN if self._unproven else SlotState.SERVING
+            if not self._unproven:
+                return SlotState.SERVING
+            return SlotState.ASLEEP if self._engine.is_asleep else SlotState.UNPROVEN
 
     @contextmanager
     def admission(self) -> Iterator[None]:
@@ -102,7 +108,7 @@ class WeightSlot:
 
         Raises:
             GateShut: weights are being installed.
-            WeightsRefused: the model holds weights that nobody vouches for.
+            WeightsRefused: the model holds weights that nobody vouches for, or none.
             EngineUnavailable: the server is shutting down.
         """
         with self._changed:
@@ -112,35 +118,27 @@ class WeightSlot:
             if self._unproven:
                 raise WeightsRefused(
                     RefusalReason.UNPROVEN,
-                    "the model holds weights that nobody vouches for; install others",
+                    "the model holds weights that nobody vouches for, or sleeps without any; install others",
                 )
             yield
 
     def offer(self, offer: WeightOffer) -> OfferAnswer:
         """Has weights lie here, or come, in the place of those that were offered before.
 
-        An install for which weights still come ends; one that may copy already is waited for.
+        An install for which weights still come ends; one that may copy already is waited for. An engine that has not
+        loaded yet loads first.
 
         Raises:
             WeightsRefused: other tensors than the model's, or weights on a disk without a ``weights_root``.
             InstallFailed: the address cannot be listened on, the file is not there, there is no memory, or the install
                 before does not end in time.
             ProtocolError: a snapshot of these tensors has not so many bytes.
-            EngineUnavailable: the server is shutting down.
+            EngineUnavailable: the server is shutting down, or has not loaded in time.
         """
+        self._engine.load_now(offer.timeout_s)
         compare_manifests(self._engine.manifest(), offer.manifest)
-        with self._changed:
-            if self._installing is not None and self._gate is None:
-                self._installing.close()
-            if not self._changed.wait_for(self._is_idle, offer.timeout_s):
-                raise InstallFailed("the install before this offer must end within its time")
-            self._require_running()
-            self._is_offering = True
-            before, self._offered = self._offered, None
         source: WeightSource | None = None
-        try:
-            if before is not None:
-                _let_go(before)
+        with self._alone("offer", offer.timeout_s):
             match offer.way:
                 case WeightWay.SHARED_MEMORY:
                     source, answer = self._map(offer)
@@ -148,14 +146,31 @@ class WeightSlot:
                     source, answer = self._read_disk(offer)
                 case WeightWay.STREAM:
                     source, answer = self._open_stream(offer)
-            return answer
-        finally:
             with self._changed:
-                self._is_offering, self._offered = False, source
+                self._offered = source
                 self._offered_until_s = time.monotonic() + offer.timeout_s
-                self._changed.notify_all()
                 if self._closed and source is not None:
                     source.close()
+        return answer
+
+    def sleep(self, wanted: SleepRequest, given_up: threading.Event) -> None:
+        """Gives the memory of weights and caches back, and lets go of what was offered; only an install wakes it.
+
+        Whatever is being answered ends. An install is waited for as by ``offer``.
+
+        Raises:
+            WeightsRefused: the server was started to stay awake.
+            InstallFailed: the install before does not end in time, or the caller has gone meanwhile.
+            EngineUnavailable: the engine does not sleep in time, or the server is shutting down.
+        """
+        if not self._engine.sleep_mode.level:
+            raise WeightsRefused(
+                RefusalReason.NO_SLEEP, "the server must be allowed to sleep; start it with --sleep-level 2"
+            )
+        end = time.monotonic() + wanted.timeout_s
+        with self._alone("sleep", wanted.timeout_s, given_up), self._shut_gate():
+            self._conclude(None)
+            self._engine.sleep(end - time.monotonic())
 
     def install(self, wanted: InstallRequest, given_up: threading.Event) -> WeightProof:
         """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
@@ -211,9 +226,29 @@ class WeightSlot:
         for source in sources:
             source.close()
 
-    # --- offers, one at a time ------------------------------------------------------------------
+    # --- offers and sleeps, one at a time -------------------------------------------------------
+    @contextmanager
+    def _alone(self, what: str, timeout_s: float, given_up: threading.Event | None = None) -> Iterator[None]:
+        """No offer is there inside, and no install; one that may copy is waited for. Raises as ``sleep`` does."""
+        with self._changed:
+            if self._installing is not None and self._gate is None:
+                self._installing.close()
+            if not self._changed.wait_for(self._is_idle, timeout_s):
+                raise InstallFailed(f"the install before this {what} must end within its time")
+            self._require_wanted(given_up)
+            self._is_busy = True
+            before, self._offered = self._offered, None
+        try:
+            if before is not None:
+                _let_go(before)
+            yield
+        finally:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
     def _is_idle(self) -> bool:
-        return self._closed or not (self._is_offering or self._installing)
+        return self._closed or not (self._is_busy or self._installing)
 
     def _map(self, offer: WeightOffer) -> tuple[WeightSource | None, OfferAnswer]:
         assert offer.path is not None
@@ -323,9 +358,9 @@ class WeightSlot:
         if gate is not None:
             gate.set_result(None)
 
-    def _require_wanted(self, given_up: threading.Event) -> None:
+    def _require_wanted(self, given_up: threading.Event | None) -> None:
         self._require_running()
-        if given_up.is_set():
+        if given_up is not None and given_up.is_set():
             raise InstallFailed("the caller has gone before its weights were installed")
 
     def _require_running(self) -> None:

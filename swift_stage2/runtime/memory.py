@@ -92,6 +92,11 @@ class HeapTrim:
 
     def after_round(self) -> None:
         """A round has ended; the main thread waits for the trim."""
-        if self._trim is not None and self._now_s() >= self._next_s:
+        if self._now_s() >= self._next_s:
             self._next_s = self._now_s() + _TRIM_EVERY_S
+            self.now()
+
+    def now(self) -> None:
+        """As ``after_round``, whenever the last time was."""
+        if self._trim is not None:
             self._trim(0)  # how many bytes of a heap's end to keep

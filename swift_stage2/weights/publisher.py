@@ -277,6 +277,8 @@ class _Push:
                 if not info.stock:
                     self._drop_transport()
             with self._phase("prove"):
+                if not (info.stock or info.manifest):  # it has loaded since it was asked
+                    info = session.info(spec.deadline)
                 self._proof = prove_server(session, spec, info, sent, sums_of=sums_of)
 
     @contextmanager

@@ -38,6 +38,9 @@ class EngineStandIn:
         self.copies, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
         self.installs_beside, self.num_open = False, 0
+        self.is_asleep = False
+
+    def load_now(self, timeout_s: float) -> None: ...
 
     def settle(self, timeout_s: float, given_up: threading.Event) -> int:
         end = time.monotonic() + timeout_s
