@@ -63,7 +63,7 @@ class LearnerVersions:
     @property
     def is_publishing(self) -> bool:
         """Whether weights are on their way to a server, or wait until it is drained."""
-        return self._is_publishing or (any(self._closed) and not self.is_asleep)
+        return not self.is_asleep and (self._is_publishing or any(self._closed))
 
     @property
     def holds_production(self) -> bool:

@@ -1,0 +1,117 @@
+"""Learner and servers take turns on one set of devices, as ``launch`` starts them: two ranks and two real servers.
+
+In one run a server is killed while it sleeps, another is stopped so that it neither wakes nor sleeps, and the run gets
+SIGTERM while packs are made. Main memory stands in for the device's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from launched_run import LaunchedRun, write_launch_config
+from torchrun_job import DROPOUT, TEMPLATE, LearnerRun, assert_replays, free_port
+
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import read_logs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+_PHASE_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Iterator[LaunchedRun]:
+    directory = tmp_path_factory.mktemp("runs") / "phases"
+    options = {
+        "model-type": "stage2_tiny_vl", "external-plugins": str(TEMPLATE), "torch-dtype": "float32",
+        "num-threads": 1,
+    }  # fmt: skip
+    server = {"engine": "transformers", "args": options}
+    path = write_launch_config(directory, rows_file, {}, server, record=True, **DROPOUT)
+    config = yaml.safe_load(path.read_text())
+    config["rollout"]["servers"] = [
+        {"base_url": f"http://127.0.0.1:{free_port()}", "group_port": free_port()} for _ in range(2)
+    ]
+    config["rollout"]["sync"] = {"timeout_s": 15, "backoff_steps": 1}
+    config["launch"] |= {"servers": [server, server], "share_devices": True}
+    config["launch"]["learner"]["nproc_per_node"] = 2
+    config["stage2_ab"] |= {"mode": "inline", "phase_steps": _PHASE_STEPS}
+    path.write_text(yaml.safe_dump(config))
+    launched = LaunchedRun(path, directory)
+    try:
+        yield launched
+    finally:
+        launched.kill_everything()
+
+
+def servers(run: LaunchedRun) -> dict[int, psutil.Process]:
+    """By port."""
+    found = {}
+    for process in run.alive():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if words[1:5] == ["-u", "-m", "swift_stage2", "rollout"]:
+                found[int(words[words.index("--port") + 1])] = process
+    return found
+
+
+def proven_by(run: LaunchedRun) -> list[tuple[int, ...]]:
+    """By version, the servers that have proven it."""
+    return [
+        tuple(int(server) for server, report in each["servers"].items() if report["proven"])
+        for each in run.audit("round")
+    ]
+
+
+def until_later(run: LaunchedRun, holds: Callable[[tuple[int, ...]], bool], what: str) -> None:
+    """A version that is not begun yet is proven by servers of which ``holds`` is true, and feeds a B step."""
+    num_known = len(proven_by(run))
+    run.wait_until(lambda: any(map(holds, proven_by(run)[num_known:])), what)
+    num_b = run.num_b_steps()
+    run.wait_until(lambda: run.num_b_steps() > num_b, "channel B")
+
+
+def test_a_run_goes_on_whatever_becomes_of_its_servers_and_loses_nothing(
+    run: LaunchedRun, tmp_path: Path
+) -> None:
+    run.wait_until(lambda: len(proven_by(run)) >= 2, "two phases")
+    assert set(proven_by(run)) == {(0, 1)}
+    first, second = (servers(run)[port] for port in sorted(servers(run)))
+    first.kill()  # asleep, or in any other part of a phase
+    run.wait_until(lambda: "listens again" in run.output, "the restarted server")
+    again = next(each for each in servers(run).values() if each.pid not in (first.pid, second.pid))
+    assert "--load-when-asked" in again.cmdline()
+    until_later(run, lambda proven: proven == (0, 1), "a phase with both servers")
+
+    second.suspend()  # neither wakes nor sleeps by its deadline
+    run.wait_until(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, "its end")
+    until_later(run, lambda proven: proven == (0, 1), "a phase with both servers")
+
+    def is_filling() -> bool:
+        """A round is told before the packs of its phase are made, and their step after it."""
+        rounds, steps = run.audit("round"), run.audit("step")
+        return bool(rounds) and rounds[-1]["step"] > steps[-1]["step"]
+
+    run.wait_until(is_filling, "a phase")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(timeout=120) == 128 + signal.SIGTERM, run.output[-4000:]
+    assert run.alive() == []
+
+    steps: list[dict[str, Any]] = run.audit("step")
+    assert [each["step"] for each in steps] == list(range(len(steps)))
+    assert {each["infer_in_flight"] for each in steps} == {0}
+    rounds = [each["step"] for each in run.audit("round")]
+    wanted = [each["step"] for each in steps if each["channel"] == "B" or each["skip_reason"]]
+    between = [sum(one <= step < other for step in wanted) for one, other in pairwise(rounds)]
+    assert max(between) <= _PHASE_STEPS
+    account = account_of(read_logs([run.directory]))
+    assert account.is_balanced, account.violations
+    assert_replays(LearnerRun(0, run.output, run.directory), len(steps), tmp_path / "replay")
