@@ -261,18 +261,18 @@ def snapshot_of(export: WeightExport, identity: WeightIdentity) -> SnapshotFile:
     return snapshot
 
 
-def load_learner(*, seed: int | None = None) -> torch.nn.Module:
+def load_learner(*, seed: int | None = None, model: Path = MODEL) -> torch.nn.Module:
     """The learner's model from plain Hugging Face; with a seed, after a training step of sorts."""
     declare_operators()
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32).eval()
+    module = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
+    return module
 
 
 def train_a_little(module: torch.nn.Module) -> None:

@@ -65,7 +65,7 @@ def guarded(loaded_engine: TransformersRolloutEngine) -> Iterator[httpx.Client]:
 
 
 def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
-    posts = [wire.INFER, wire.RESET_PREFIX_CACHE, wire.WEIGHTS, wire.INSTALL]
+    posts = [wire.INFER, wire.RESET_PREFIX_CACHE, wire.WEIGHTS, wire.INSTALL, wire.SLEEP]
     for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         assert guarded.get(wire.SERVER_INFO, headers=wrong).status_code == 401
         assert {guarded.post(path, json={}, headers=wrong).status_code for path in posts} == {401}
@@ -90,20 +90,20 @@ def test_an_engine_that_cannot_load_is_unhealthy_and_answers_503() -> None:
 
 @contextmanager
 def server_process(
-    tmp_path: Path, *, host: str = "127.0.0.1"
+    tmp_path: Path, *options: str, host: str = "127.0.0.1", model: Path = MODEL
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """``swift-stage2 rollout``, healthy, with its base URL; killed at the end if it runs still."""
     port = free_port()
     plugin = Path(demo.__file__).parent / "tiny_template.py"
     command = [
-        sys.executable, "-m", "swift_stage2", "rollout", str(MODEL),
+        sys.executable, "-m", "swift_stage2", "rollout", str(model), *options,
         "--external-plugins", str(plugin), "--model-type", "stage2_tiny_vl",
         "--template", "stage2_tiny_vl", "--host", host, "--port", str(port), "--device", "cpu",
         "--num-threads", "1",
     ]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
-    with log.open("w") as output:
+    with log.open("a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         with httpx.Client(base_url=f"http://{host}:{port}", timeout=5.0, trust_env=False) as http:

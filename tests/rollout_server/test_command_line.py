@@ -15,6 +15,7 @@ from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server import command_line, transformers_engine, vllm_engine
 from swift_stage2.rollout_server.command_line import parse_command, transformers_command
+from swift_stage2.rollout_server.engine import AWAKE, SleepMode
 from swift_stage2.servers.http_app import bind
 
 
@@ -24,22 +25,31 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
     monkeypatch.setattr(command_line, "require_vllm", lambda: None)
     monkeypatch.setattr(
-        vllm_engine, "VllmRolloutEngine", lambda build, model: asked.extend([build.args[0], model])
+        vllm_engine,
+        "VllmRolloutEngine",
+        lambda build, model, sleep_mode: asked.extend(
+            [build.args[0], model, sleep_mode, build.keywords["sleeps"]]
+        ),
     )
     return asked
 
 
+@pytest.mark.parametrize(
+    ("sleep", "mode"),
+    [([], AWAKE), (["--sleep-level", "1", "--load-when-asked"], SleepMode(1, loads_when_asked=True))],
+)
 @pytest.mark.parametrize("named", [["--model", str(MODEL)], [str(MODEL)]], ids=["--model", "first argument"])
 def test_vllm_takes_the_options_of_swift_rollout_and_passes_them_on(
-    named: list[str], built: list[Any]
+    named: list[str], sleep: list[str], mode: SleepMode, built: list[Any]
 ) -> None:
     plugin = str(Path(__file__))
     rest = ["--vllm_tensor_parallel_size", "2", "--torch_dtype", "bfloat16", "--template", "qwen2_5_vl"]
     own = ["--host", "::1", "--port", "8123", "--api-key-env", "MY_KEY", "--external_plugins", plugin, plugin]
-    command = parse_command(["--engine", "vllm", *named, *own, *rest])
+    command = parse_command(["--engine", "vllm", *named, *own, *sleep, *rest])
     assert (command.host, command.port, command.has_children) == ("::1", 8123, True)
     command.start_engine()
-    assert built == [["--model", str(MODEL), "--external_plugins", plugin, plugin, *rest], str(MODEL)]
+    passed_on = ["--model", str(MODEL), "--external_plugins", plugin, plugin, *rest]
+    assert built == [passed_on, str(MODEL), mode, mode.level > 0]
 
 
 @pytest.mark.parametrize(("words", "limit"), [(["--max-pixels", "3136"], 3136), ([], None)])
