@@ -351,6 +351,14 @@ def test_a_server_that_is_killed_asleep_is_woken_in_the_phase_after_it_answers(
         assert [step for step, _, proven in scenario["rounds"] if proven] == [0, 3, 7]
 
 
+def test_a_server_that_answers_while_the_others_sleep_waits_for_the_next_phase(
+    results: list[dict[str, Any]],
+) -> None:
+    require_turns(together(results, "phases_joined"), 2)
+    for result in results:
+        assert result["phases_joined"]["rounds"] == [[0, 1, [0]], [3, 2, [0, 1]]]
+
+
 def test_a_stop_in_a_phase_waits_for_no_rollout_and_leaves_the_servers_asleep(
     results: list[dict[str, Any]],
 ) -> None:

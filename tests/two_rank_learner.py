@@ -593,6 +593,7 @@ def phases(
     dead: Collection[int] = (),
     does_not_sleep_at: int = -1,
     hold: bool = False,
+    joins: Sequence[str] = (),
     script: Any = lambda learner, b, step: None,
     evaluation: tuple[EvaluationSchedule, StandInPart] | None = None,
     final: bool = False,
@@ -610,7 +611,9 @@ def phases(
         note("sleep")
         time.sleep(0.1)
         note("asleep")
-        return ["it said nothing" if b.schedule.begun == does_not_sleep_at else None]
+        if joins and b.schedule.begun == 1:  # it answers when the others sleep already
+            b.updates.health.hears(1, OURS)
+        return ["it said nothing" if b.schedule.begun == does_not_sleep_at else None, *[None for _ in joins]]
 
     parts: Any = Phases(
         schedule=schedule, packs_per_step=2, memory=StandInMemory(note), put_to_sleep=put_to_sleep
@@ -619,6 +622,7 @@ def phases(
         packs=0,
         phases=parts,
         is_staging=True,
+        absent=joins,
         dead=dead,
         evaluation=evaluation,
         final_evaluation_s=20.0 * final,
@@ -727,6 +731,7 @@ SCENARIOS = {
     "phases_without_proof": lambda: phases(5, dead=[2]),
     "phases_without_sleep": lambda: phases(5, does_not_sleep_at=1),
     "phases_lose_a_server": lambda: phases(9, script=lost_asleep),
+    "phases_joined": lambda: phases(4, joins=["http://127.0.0.1:8"]),
     "phases_stopped": lambda: phases(4, hold=True, script=stop_in_phase),
     "phases_evaluated": evaluated_phases,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
