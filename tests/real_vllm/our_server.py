@@ -50,7 +50,10 @@ def wait_until_healthy(server: ServerProcess) -> None:
 
 @contextmanager
 def engine_here(
-    weights_root: Path | None = None, *, torch_dtype: str = "float32", fault: Path | None = None
+    weights_root: Path | None = None,
+    *options: str,
+    torch_dtype: str = "float32",
+    fault: Path | None = None,
 ) -> Iterator[RunningServer]:
     """The engine's frontend and the routes in threads of this process; vLLM's own processes below it.
 
@@ -64,8 +67,9 @@ def engine_here(
             extension = "swift_stage2.rollout_server.vllm_generator.WORKER_EXTENSION"
             patch.setattr(extension, "faulty_worker.FaultyExtension")
         others = set(psutil.Process().children(recursive=True))  # of a server that other tests share
-        engine = parse_command(our_arguments(0, torch_dtype=torch_dtype)).start_engine()
+        engine = parse_command([*our_arguments(0, torch_dtype=torch_dtype), *options]).start_engine()
         try:
+            engine.load_now(START_S)  # which does nothing to one that loads already
             assert engine.wait_loaded(START_S)
             assert engine.status().state == "ready", engine.status().detail
             with serve(engine, weights_root=weights_root) as server:

@@ -28,8 +28,10 @@ from live_server import (
     flip_element,
     held_before,
     image_request,
+    load_generator,
     load_learner,
     picture,
+    serve,
     text_request,
 )
 from test_app import server_process
@@ -39,7 +41,7 @@ from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.engine import SleepMode
-from swift_stage2.rollout_server.transformers_engine import copy_weights
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine, copy_weights
 
 pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
 LEVELS = pytest.mark.parametrize("level", [1, 2])
@@ -65,6 +67,14 @@ def sleeper(server: RunningServer, monkeypatch: pytest.MonkeyPatch, request: Any
     level = request.node.callspec.params.get("level", 2) if hasattr(request.node, "callspec") else 2
     monkeypatch.setattr(server.engine, "sleep_mode", SleepMode(level))
     return server
+
+
+def push(server: Any, module: torch.nn.Module) -> None:
+    """By memory that both map, as on one machine."""
+    round_ = LearnerRound(server, module)
+    round_.push_shared().close()
+    reply = round_.install()
+    assert wire.WeightProof.from_json(reply.json()).vouches_for(own_checksums(module)), reply.text
 
 
 # --- the shared server ------------------------------------------------------------------------------
@@ -198,6 +208,31 @@ def test_a_sleep_that_comes_too_late_is_taken_back_and_one_that_is_not_allowed_c
     assert sleeper.infer([text_request()])[0].weight_version == round_.version
 
 
+@LEVELS
+def test_one_that_may_sleep_does_so_before_it_is_healthy_for_the_first_time(level: int) -> None:
+    healthy: list[tuple[bool, bool]] = []
+
+    def load() -> Any:
+        generator = load_generator()
+        healthy.append((engine.status().state == "ready", engine.is_asleep))
+        return generator
+
+    engine = TransformersRolloutEngine(load, model=str(MODEL), sleep_mode=SleepMode(level))
+    try:
+        with serve(engine) as server:
+            refused = server.post_infer([text_request()])  # loading or asleep, as it may be
+            assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
+            assert engine.wait_loaded(CALL_TIMEOUT_S)
+            assert healthy == [(False, True)]
+            require_asleep(server, level)
+            learner = load_learner(seed=79)
+            push(server, learner)
+            (answer,) = server.infer([text_request()])
+            assert list(answer.token_ids) == hugging_face_answer(learner, answer.prompt_token_ids, 8)
+    finally:
+        engine.close(timeout_s=10.0)
+
+
 # --- processes ---------------------------------------------------------------------------------------
 
 
@@ -272,24 +307,21 @@ def test_a_process_gives_the_weights_memory_back_and_answers_as_a_fresh_one_afte
     assert num_bytes >= 200e6
     with process(tmp_path / "fresh", trained) as fresh:
         expected = fresh.said()
-    with process(tmp_path / "sleeper", wide, "--sleep-level", "2") as server:
-        assert server.info().state == "asleep"  # at its first healthy answer
-        assert server.infer([text_request()]).status_code == 409
-        asleep = server.rss
-        for _ in range(3):
-            LearnerRound(server, learner).run()  # type: ignore[arg-type]
-            assert server.said() == expected
-            awake = server.rss
-            assert put_to_sleep(server).json() == {"state": "asleep"}
-            assert awake - server.rss >= 0.9 * num_bytes
-            assert abs(server.rss - asleep) < 0.5 * num_bytes  # it does not pile up
     with process(tmp_path / "late", wide, "--sleep-level", "2", "--load-when-asked") as server:
         assert (server.info().state, server.info().manifest) == ("asleep", ())
         assert server.infer([text_request()]).status_code == 409
         assert put_to_sleep(server).json() == {"state": "asleep"}
-        assert server.rss < asleep
-        LearnerRound(server, learner).run()  # type: ignore[arg-type]
-        assert server.said() == expected
-        assert server.info().state == "serving"
+        rss = [server.rss]
+        for _ in range(2):
+            push(server, learner)
+            assert server.said() == expected
+            rss.append(server.rss)
+            assert put_to_sleep(server).json() == {"state": "asleep"}
+            rss.append(server.rss)
+    unloaded, *awake_and_asleep = rss
+    assert unloaded < min(awake_and_asleep) - 0.2 * num_bytes
+    for awake, asleep in zip(awake_and_asleep[::2], awake_and_asleep[1::2], strict=True):
+        assert awake - asleep >= 0.9 * num_bytes
+        assert asleep < awake_and_asleep[1] + 0.1 * num_bytes  # it does not pile up
     logs = json.dumps([path.read_text() for path in tmp_path.glob("*/log")])
     assert "Traceback" not in logs
