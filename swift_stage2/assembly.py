@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from swift_stage2.channel_b.encoding import Encoder
@@ -63,6 +64,8 @@ class RunInputs:
     logging_steps: int
     validation_rows: Rows | None = None
     """For ``stage2_ab.evaluation``."""
+    optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+    """Which the trainer makes after a run is begun."""
 
 
 def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:

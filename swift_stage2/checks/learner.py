@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,8 @@ from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
 from swift_stage2.checks.checks import CheckResult, CheckStage, left_out, ok, warning
 from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import ServerEngine, Stage2Config
+from swift_stage2.config.launch import UTILIZATION, ServerProcess
 from swift_stage2.runtime.memory import available_memory_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _NUM_SAMPLES = 16
 _OF_4_BITS = 0.3  # of 16, with their scales; vision tower and output layer stay as they are
+_OF_SLEEPER = 1.5e9  # context, graphs and workspaces of a server that sleeps
+_OF_VLLM = 0.9  # of a device, unless it is told otherwise
 _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
@@ -87,21 +90,35 @@ def _prepare(swift: Mapping[str, Any], scratch: Path) -> CheckResult[LearnerPrep
 def check_memory(
     config: Stage2Config, prepared: LearnerPreparation, num_ranks: int, *, is_host: bool
 ) -> CheckResult[None]:
-    """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
+    """What a rank keeps, and in phases what servers take beside it, against its device; activations left out."""
     weights = sum(path.stat().st_size for path in prepared.model_directory.glob("*.safetensors"))
     if not weights:
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")
-    need = rank_bytes(config.swift, weights, prepared.args.torch_dtype.itemsize, num_ranks)
-    is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
+    rank = rank_memory(config.swift, weights, prepared.args.torch_dtype.itemsize, num_ranks)
     if not is_host:
-        return left_out(f"a rank needs {need / 1e9:.3g} GB of a GPU, and more for activations; none is here")
+        return left_out(
+            f"a rank needs {rank.total / 1e9:.3g} GB of a GPU, and more for activations; none is here"
+        )
+    is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
     where, room = "of main memory", available_memory_bytes()
     if not is_on_cpu:
         where, room = "of the GPU", torch.cuda.get_device_properties(0).total_memory
-    found = (
-        f"a rank needs {need / 1e9:.3g} of {room / 1e9:.3g} GB {where} and more for activations, servers need theirs; "
-        f"rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
-    )
+    kept = f"rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
+    if config.alternates and config.launch.servers:
+        train, rollouts = phase_peaks(config, rank, weights, room, num_ranks)
+        found = (
+            f"in turns learner and servers need {train / 1e9:.3g} GB while it trains, and more for activations, and "
+            f"{rollouts / 1e9:.3g} GB while servers are awake, {where}'s {room / 1e9:.3g} GB; {kept}"
+        )
+        if rollouts > room >= train:
+            return warning(found, f"lower {UTILIZATION}, or write launch.offload_optimizer: true")
+        need = train
+    else:
+        need = rank.total
+        found = (
+            f"a rank needs {need / 1e9:.3g} of {room / 1e9:.3g} GB {where} and more for activations, servers need "
+            f"theirs; {kept}"
+        )
     if need <= room:
         return ok(found)
     return warning(
@@ -109,15 +126,59 @@ def check_memory(
     )
 
 
-def rank_bytes(swift: Mapping[str, Any], weights: int, itemsize: int, num_ranks: int) -> float:
-    """Of weights, gradients and Adam's states on one rank; DeepSpeed keeps a copy and the states in float32."""
+class RankMemory(NamedTuple):
+    """Bytes on one rank, without activations; Adam's states are two moments, and DeepSpeed's copy of the weights."""
+
+    weights: float
+    gradients: float
+    states: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def rank_memory(swift: Mapping[str, Any], weights: int, itemsize: int, num_ranks: int) -> RankMemory:
+    """Of a model whose ``weights`` have so many bytes; of an adapter gradients and states are left out."""
     zero, is_fsdp = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")), bool(swift.get("fsdp"))
     stage = 3 if is_fsdp else int(zero[1]) if zero else 0
     own = weights / (num_ranks if stage == 3 else 1) * (_OF_4_BITS if swift.get("quant_bits") else 1)
     if swift.get("tuner_type") != "full":
-        return own
-    states = weights + _DEEPSPEED_BYTES * weights / itemsize if zero else 3 * weights
-    return own + states / (num_ranks if stage else 1)
+        return RankMemory(own, 0.0, 0.0)
+    states = _DEEPSPEED_BYTES * weights / itemsize if zero else 2 * weights
+    share = num_ranks if stage else 1
+    return RankMemory(own, weights / share, states / share)
+
+
+def phase_peaks(
+    config: Stage2Config, rank: RankMemory, weights: int, room: float, num_ranks: int
+) -> tuple[float, float]:
+    """Bytes of the fullest device of ``room`` bytes while the learner trains, and while the servers are awake.
+
+    Servers that sleep keep an estimated 1.5 GB each of a GPU. The buckets of DDP are as large as its gradients, which
+    otherwise are gone between two steps.
+    """
+    learner, peaks = config.launch.learner, []
+    for device in learner.devices or (None,):
+        here = [server for server in config.launch.servers if device in (server.devices or (None,))]
+        ranks = 1 if learner.devices else learner.nproc_per_node
+        asleep = _OF_SLEEPER * len(here) if learner.devices else 0.0
+        is_bucketed = num_ranks > 1 and not any(config.swift.get(name) for name in ("deepspeed", "fsdp"))
+        kept = (
+            rank.weights + rank.gradients * is_bucketed + rank.states * (not config.launch.offload_optimizer)
+        )
+        awake = sum(_server_bytes(server, weights, room) for server in here)
+        peaks.append((ranks * rank.total + asleep, ranks * kept + awake))
+    trains, rollouts = zip(*peaks, strict=True)
+    return max(trains), max(rollouts)
+
+
+def _server_bytes(server: ServerProcess, weights: int, room: float) -> float:
+    """vLLM takes the part of a device that it is given; transformers its weights, and a batch beside them."""
+    if server.engine is ServerEngine.TRANSFORMERS:
+        return weights
+    args = {name.lstrip("-").replace("-", "_"): value for name, value in server.args.items()}
+    return room * float(args.get(UTILIZATION, _OF_VLLM))
 
 
 def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckResult[CheckedRows]:

@@ -24,6 +24,7 @@ from swift_stage2.config.stage2_ab import (
 from swift_stage2.config.swift_arguments import (
     as_argv,
     best_metric,
+    is_on,
     refuse_best_model,
     refuse_unsupported,
     refuse_values,
@@ -225,6 +226,15 @@ class Stage2Config:
                 "launch.servers must be empty or have one entry for each of rollout.servers",
                 got=f"{started} launch.servers and {named} rollout.servers",
                 remedy="add or remove entries",
+            )
+        sharded = [name for name in ("deepspeed", "fsdp") if is_on(self.swift.get(name))]
+        if self.launch.offload_optimizer and (sharded or not self.alternates):
+            raise ConfigError(
+                "launch.offload_optimizer moves torch's own optimizer states, in phases of shared devices",
+                got=f"swift.{sharded[0]}"
+                if sharded
+                else f"mode={self.stage2_ab.mode} share_devices={self.launch.share_devices}",
+                remedy="remove it, or write what it needs (DeepSpeed's own configuration has offload_optimizer)",
             )
         uses_disk = self.b_enabled and self.rollout.sync.transport is Transport.DISK
         hosts = [server.host for server in self.rollout.servers]

@@ -236,7 +236,7 @@ def _make_phases(config: Stage2Config, given: RunInputs, control: ControlGroup) 
             1, b_ratio=ab.schedule.b_ratio, phase_steps=ab.phase_steps, num_steps=given.total_steps
         ),
         packs_per_step=given.packs_per_step,
-        memory=DeviceMemory(),
+        memory=DeviceMemory(given.optimizer, offloads=config.launch.offload_optimizer),
         put_to_sleep=sleeper if control.rank == 0 else lambda: (),
     )
 

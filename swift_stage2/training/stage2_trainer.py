@@ -252,6 +252,7 @@ class Stage2Trainer(EvaluatedTrainer):
             packs_per_step=self.args.gradient_accumulation_steps,
             logging_steps=int(self.args.logging_steps),
             validation_rows=_rows_of(self.eval_dataset),
+            optimizer=lambda: self.optimizer,
         )
         self.stage2 = self._start_run(self.stage2_config, given)
         if self._resume_directory and self.stage2_config.b_enabled:

@@ -19,8 +19,9 @@ from real_model import make_encoder, rollout_of, sample_of
 
 from swift_stage2.checks import doctor as doctor_command
 from swift_stage2.checks import rollouts
-from swift_stage2.checks.learner import rank_bytes
-from swift_stage2.config import load_config
+from swift_stage2.checks.learner import RankMemory, phase_peaks, rank_memory
+from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config.binding import bind
 from swift_stage2.errors import UserError
 
 Configure = Callable[..., Path]
@@ -304,4 +305,41 @@ def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch:
 def test_the_learner_is_estimated_by_one_formula(
     swift: dict[str, str], itemsize: int, num_ranks: int, per_parameter: float
 ) -> None:
-    assert rank_bytes(swift, itemsize * 1000, itemsize, num_ranks) == per_parameter * 1000
+    assert rank_memory(swift, itemsize * 1000, itemsize, num_ranks).total == per_parameter * 1000
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "utilization", "offloads", "peaks"),
+    [
+        # 3.75 billion parameters in 16 bits: weights, gradients, and moments of as many bytes twice; a server's rest.
+        (1, 0.6, False, (30.0 + 1.5, 7.5 + 15.0 + 0.6 * 80)),
+        (1, 0.6, True, (30.0 + 1.5, 7.5 + 0.6 * 80)),
+        (2, 0.5, True, (30.0 + 1.5, 7.5 + 7.5 + 0.5 * 80)),  # the buckets of DDP stay
+        (0, None, False, (2 * 30.0, 2 * (7.5 + 7.5 + 15.0) + 7.5)),  # two ranks in main memory
+    ],
+)
+def test_both_phases_of_a_shared_device_are_estimated(
+    num_devices: int, utilization: float | None, offloads: bool, peaks: tuple[float, float]
+) -> None:
+    devices = list(range(num_devices))
+    args = {"vllm_gpu_memory_utilization": utilization} if utilization else {}
+    server = {"engine": "vllm" if utilization else "transformers", "devices": devices, "args": args}
+    config = bind(
+        Stage2Config,
+        {
+            "swift": {"tuner_type": "full"},
+            "stage2_ab": {"schedule": {"b_ratio": 0.25}, "mode": "inline"},
+            "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000"}]},
+            "launch": {
+                "servers": [server],
+                "share_devices": True,
+                "offload_optimizer": offloads,
+                "learner": {"devices": devices, "nproc_per_node": num_devices or 2},
+            },
+        },
+    )
+    num_ranks = num_devices or 2
+    rank = rank_memory(config.swift, 7_500_000_000, 2, num_ranks)
+    assert rank == RankMemory(7.5e9, 7.5e9, 15e9)
+    found = phase_peaks(config, rank, 7_500_000_000, 80e9, num_ranks)
+    assert [each / 1e9 for each in found] == pytest.approx(peaks)
