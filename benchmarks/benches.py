@@ -107,6 +107,7 @@ _ALL = (
             Option("part", "table", "what is done", choices=PARTS),
             Option("server", "transformers", "which answers", choices=_SERVERS),
             Option("faults", [*FAULTS], "of the table", choices=FAULTS),
+            Option("phases", False, "the server sleeps while the learner trains"),
             Option("points", 50, "kills", least=1),
             Option("steps", 200, "of an outage, or of the soak, which wants 2000", least=10),
             Option("cycles", 3, "outages", least=1),

@@ -6,6 +6,7 @@ Every part is a function that returns tables and notes, and whether all went as 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.kills import run_kills
@@ -23,12 +24,12 @@ _NUM_SCENES = 1024
 
 
 class FaultBench(BenchServers):
-    def __init__(self, kind: ServerKind, directory: Path) -> None:
+    def __init__(self, kind: ServerKind, directory: Path, *, phases: bool = False) -> None:
         super().__init__(directory / "logs")
-        self.kind = kind
+        self.kind, self.phases = kind, phases
         self.directory = directory
         self.rows = write_dataset(directory / "scenes", SceneKind.SHAPES, _NUM_SCENES, Split.TRAIN, 0)
-        self._server = TestedServer(kind, self)
+        self._server = TestedServer(kind, self, sleeps=phases)
 
     def ready_server(self) -> TestedServer:
         """The server, answering."""
@@ -39,6 +40,7 @@ class FaultBench(BenchServers):
 
     def start_job(self, name: str, place: Path, settings: JobSettings) -> TrainingJob:
         """A learner that asks the server."""
+        settings = replace(settings, phases=self.phases)
         return TrainingJob(name, self, place, self.rows, self._server.port, settings)
 
     def end_server(self) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, directory: Path) -> int:
     """0 when all went as it should and nothing was left. Raises ChildFailed when the run did not go on."""
-    with FaultBench(ServerKind(options.server), directory) as bench:
+    with FaultBench(ServerKind(options.server), directory, phases=options.phases) as bench:
         match options.part:
             case "table":
                 parts, is_sound = run_table(bench, options.faults)

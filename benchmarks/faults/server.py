@@ -49,8 +49,8 @@ class TestedServer:
     _numbers = itertools.count(1)
     """Of all that are started."""
 
-    def __init__(self, kind: ServerKind, processes: Processes) -> None:
-        self.kind = kind
+    def __init__(self, kind: ServerKind, processes: Processes, *, sleeps: bool = False) -> None:
+        self.kind, self._sleeps = kind, sleeps
         self.port = lasting_port()
         self._owner = processes
         self._tree: ProcessTree | None = None
@@ -66,6 +66,7 @@ class TestedServer:
             what = f"port {self.port} is quiet"
             self._owner.wait_for(lambda: is_quiet(self.port), what, _QUIET_DEADLINE_S)
         words = server_arguments(self.kind, STAGE1, self.port)
+        words += ["--sleep-level", "2"] if self._sleeps else []
         argv, environment = (sys.executable, "-u", *words), server_environment(self.kind)
         name = f"{self.kind}-server{next(self._numbers)}"
         self._tree = self._owner.start_process(name, argv, environment, _GRACE_S)

@@ -46,6 +46,8 @@ class JobSettings:
     num_steps: int = _STEPS_THAT_NO_FAULT_REACHES
     swift: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for ms-swift."""
+    phases: bool = False
+    """The server sleeps while the learner trains."""
 
 
 class Victim(StrEnum):
@@ -217,5 +219,8 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
         "request_timeout_s": settings.request_timeout_s,
         "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": "canary"},
     }
-    changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
+    changes: dict[str, Any] = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
+    if settings.phases:
+        changes["stage2_ab"] |= {"mode": "inline", "phase_steps": 2}
+        changes["launch"] = {"share_devices": True}
     return write_job(job, ports, changes | {"control_timeout_s": 240.0 + settings.request_timeout_s})
