@@ -17,6 +17,7 @@ from stopped_process import stop_process
 from swift_stage2 import wire
 from swift_stage2.checks import servers
 from swift_stage2.records import RoundOutcome
+from swift_stage2.rollout_server.engine import SleepMode
 from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.weights.waited_updates import WaitedUpdates
 
@@ -91,6 +92,20 @@ def test_the_dry_round_can_be_left_out_and_touches_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_server_that_sleeps_is_woken_by_the_dry_round_and_put_to_sleep_again(
+    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.engine, "sleep_mode", SleepMode(2))
+    assert server.post(wire.SLEEP).json() == {"state": "asleep"}
+    report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
+    assert report.status == 0, report.text
+    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == []
+    assert "asleep" in report.row("server 0")["found"]
+    assert "proven by checksums+canary" in report.row("dry sync round")["found"]
+    assert server.state() == "asleep"
+
+
 def test_an_unproven_server_is_mended_by_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:

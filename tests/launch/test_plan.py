@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import config_of
+from builders import config_of, on_vllm, sharing
 
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
@@ -160,6 +160,31 @@ def test_a_merger_takes_the_place_of_its_stock_server(monkeypatch: pytest.Monkey
     assert argv[argv.index("--port") + 1] == "8100"
     assert server.http_ports == (8100, 8000)
     assert [command.name for command in server.commands()] == ["server0", "merger0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "again"),
+    [
+        ({}, ["--sleep-level", "2"], ["--load-when-asked"]),
+        ({"stage2_ab.mode": "async"}, [], []),
+        ({"launch.share_devices": False, "launch.learner.devices": [1]}, [], []),
+    ],
+    ids=["alternating", "async", "apart"],
+)
+def test_servers_sleep_while_a_step_trains_and_do_not_load_again_beside_it(
+    changes: dict[str, Any], words: list[str], again: list[str]
+) -> None:
+    swift = {"model": "stage1", "output_dir": "/runs/a"}
+    of_its_own = {"engine": "transformers", "devices": [], "args": {"sleep-level": 1}}
+    both = sharing(on_vllm(0.4), of_its_own) | {"swift": swift, "stage2_ab.mode": "inline"}
+    plan = plan_launch(config_of(both, changes), Path("run.yaml"), OUTER)
+    for server in plan.servers:
+        (first,), (second,) = server.commands(), server.commands(again=True)
+        assert [*first.argv, *again] == [*second.argv]
+        assert ("--sleep-level 2" in " ".join(first.argv)) is bool(words)
+    argv = plan.servers[1].command.argv
+    levels = [argv[at + 1] for at, word in enumerate(argv) if word == "--sleep-level"]
+    assert levels == [*words[1:], "1"]  # what is written for it counts
 
 
 def test_a_servers_own_environment_reaches_it_alone() -> None:

@@ -37,6 +37,7 @@ from live_server import (
 from test_app import server_process
 from test_infer import hugging_face_answer
 from test_installs import own_checksums
+from test_weight_sync import Learner
 from waiting import wait_for
 
 from swift_stage2 import wire
@@ -208,27 +209,34 @@ def test_a_sleep_that_comes_too_late_is_taken_back_and_one_that_is_not_allowed_c
     assert sleeper.infer([text_request()])[0].weight_version == round_.version
 
 
-@LEVELS
-def test_one_that_may_sleep_does_so_before_it_is_healthy_for_the_first_time(level: int) -> None:
-    healthy: list[tuple[bool, bool]] = []
+@pytest.mark.parametrize("mode", [SleepMode(1), SleepMode(2), SleepMode(2, loads_when_asked=True)], ids=str)
+def test_one_that_may_sleep_does_so_before_it_is_healthy_and_a_push_wakes_it(mode: SleepMode) -> None:
+    """Its proof is whole, also of one that had nothing to show when the push began."""
+    loaded: list[tuple[bool, bool]] = []
 
     def load() -> Any:
         generator = load_generator()
-        healthy.append((engine.status().state == "ready", engine.is_asleep))
+        loaded.append((engine.status().state == "ready", engine.is_asleep))
         return generator
 
-    engine = TransformersRolloutEngine(load, model=str(MODEL), sleep_mode=SleepMode(level))
+    engine = TransformersRolloutEngine(load, model=str(MODEL), sleep_mode=mode)
     try:
         with serve(engine) as server:
-            refused = server.post_infer([text_request()])  # loading or asleep, as it may be
+            refused = server.post_infer([text_request()])  # whether it has loaded or not
             assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
-            assert engine.wait_loaded(CALL_TIMEOUT_S)
-            assert healthy == [(False, True)]
-            require_asleep(server, level)
-            learner = load_learner(seed=79)
-            push(server, learner)
+            if mode.loads_when_asked:
+                assert (server.state(), server.http.get(wire.HEALTH).status_code) == ("asleep", 200)
+                assert loaded == []
+            else:
+                assert engine.wait_loaded(CALL_TIMEOUT_S)
+                require_asleep(server, mode.level)
+            learner = Learner(server)
+            outcome = learner.push()
+            assert outcome.reports[0].proof == "checksums+canary", outcome.reports[0].error
             (answer,) = server.infer([text_request()])
-            assert list(answer.token_ids) == hugging_face_answer(learner, answer.prompt_token_ids, 8)
+            assert list(answer.token_ids) == hugging_face_answer(learner.module, answer.prompt_token_ids, 8)
+            learner.sync.close()
+        assert loaded == [(False, True)]
     finally:
         engine.close(timeout_s=10.0)
 
