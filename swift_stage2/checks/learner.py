@@ -165,6 +165,8 @@ def check_step_sizes(
     """The rows that a step of each channel trains."""
     sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
     if sizes is None:
+        if not samples.lengths.num_tokens:
+            return left_out("no row could be measured")
         unknown = "swift.packing_length is not written, so ms-swift packs up to the model's own maximum"
-        return left_out(unknown if samples.lengths.num_tokens else "no row could be measured")
+        return warning(unknown, "write swift.packing_length, as many tokens as a device has memory for")
     return warning(*sizes) if sizes.remedy else ok(sizes.told)

@@ -156,7 +156,7 @@ def test_what_rests_on_a_check_that_did_not_pass_is_not_run_and_names_the_first_
     second = check_run.check("second", never, needs=[first])
     third = check_run.check("third", never, needs=[second])
     assert second.verdict is third.verdict is Verdict.NOT_CHECKED
-    assert second.found == third.found == ("because of: first" if is_failed else "no wish")
+    assert second.found == third.found == ("since first failed" if is_failed else "no wish")
     assert second.counts_as_failed is third.counts_as_failed is is_failed
     assert check_run.num_failed == is_failed
 

@@ -62,7 +62,7 @@ def test_the_table_goes_to_a_terminal_and_the_status_to_the_script(configure: Co
     assert result.returncode == 1
     assert "swift.model must be a directory that exists" in " ".join(result.stdout.split())
     assert "fix: check the path" in result.stdout
-    assert "not checked: because of: model directory" in " ".join(result.stdout.split())
+    assert "not checked: since model directory failed" in " ".join(result.stdout.split())
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
