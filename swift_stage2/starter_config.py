@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         output.unlink()
         raise UserError(f"what was asked for cannot run: {error}") from error
+    if script.arguments and data["swift"].get("val_dataset"):
+        say("val_dataset: servers answer it during training with --set stage2_ab.evaluation.every_steps=N")
     if script.arguments and not options.model:
         must = (
             "must answer in your rows' format; if it does not, train it first; --model names the checkpoint"

@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -192,6 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(options.config)
     data = read_yaml(path)
     quieten_libraries()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that it leaves nothing behind, as at SIGINT
     check_run = CheckRun(secrets=_secrets(data))
     with (
         going_on("doctor", lambda: check_run.now),
@@ -230,6 +234,9 @@ def examine(check_run: CheckRun, path: Path, options: argparse.Namespace, scratc
         check_run.check("model and data", lambda: left_out("the learner's, by --role server"))
         examine_addresses(check_run, config, role, is_started=is_host)
         return
+    os.environ.update(
+        {name: str(value) for name, value in learner.env.items()}
+    )  # what a row is may hang on it
     from swift_stage2.checks.learner import examine_learner  # loads torch
 
     prepared, samples = examine_learner(check_run, config, scratch, num_ranks, is_host=is_host)

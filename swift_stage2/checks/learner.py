@@ -153,9 +153,9 @@ def check_packing_length(config: Stage2Config, samples: CheckedRows) -> CheckRes
         )
     longest, place = samples.lengths.longest_segment
     return ok(
-        f"packing_length {config.stage2_ab.channel_b.packing.packing_length} holds the longest prompt and what may "
-        f"follow it; of all {samples.lengths.num_rows:,} rows the longest with its true answer has {longest} tokens "
-        f"({place})"
+        f"channel B's packing_length {config.stage2_ab.channel_b.packing.packing_length} holds the longest prompt and "
+        f"what may follow it; of all {samples.lengths.num_rows:,} rows the longest with its true answer has {longest} "
+        f"tokens ({place})"
     )
 
 

@@ -273,6 +273,20 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
     )
 
 
+def test_what_the_learners_ranks_find_by_their_own_environment_the_doctor_finds(
+    configure: Configure, doctor: Doctor, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    row = json.loads(rows_file.read_text().splitlines()[0])
+    (image,) = row["images"]
+    relative = tmp_path / "relative.jsonl"
+    relative.write_text(json.dumps(row | {"images": [Path(image).name]}))
+    learner = {"env": {"ROOT_IMAGE_DIR": str(Path(image).parent)}}
+    report = doctor(configure(DEAD, swift__dataset=[str(relative)], launch__learner=learner))
+    assert report.row("samples")["verdict"] != "failed", report.text
+    assert report.row("data sets")["verdict"] == "ok", report.text
+
+
 def test_without_channel_b_no_server_is_looked_at(configure: Configure, doctor: Doctor) -> None:
     report = doctor(configure(DEAD, stage2_ab={"schedule": {"b_ratio": 0}}), "--live")
     assert report.status == 0, report.text
