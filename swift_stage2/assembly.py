@@ -78,7 +78,7 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
     """
     control = join_control_group(config.control_timeout_s)
     settings = config.without_secrets()
-    refuse_differing_settings(settings, control)
+    refuse_differing_settings({**settings, "number of rows": len(given.rows)}, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
     task = run_on_all_ranks(control, lambda: make_task(config))
     require_metric(config.swift, task.metrics)

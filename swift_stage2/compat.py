@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -136,3 +136,16 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 def installed_versions() -> dict[str, str]:
     """Of the packages whose releases a loss depends on."""
     return {name: version(name) for name in _PACKAGES}
+
+
+def pack_here(context: Any, *, target: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Does ms-swift's packing in this process, in the place of its ``packing._spawn_workers``.
+
+    For a worker of its own that has failed ms-swift would wait without a deadline.
+    """
+    for words in jobs:
+        for each in words:  # if this fails nobody reads the queue, and the process must still be able to end
+            if hasattr(each, "cancel_join_thread"):
+                each.cancel_join_thread()
+        target(*words)
+    return []

@@ -33,7 +33,7 @@ _OF_BOTH_SIDES = ("model_type", "template", "external_plugins", "max_pixels")
 _HEAD = """\
 # Written by swift-stage2 init; every key is explained in docs/design/formats.md.
 # A relative path, in here or in a row of the data, is read from the folder in which a command is started.
-# Here all are absolute, so that every folder will do if the rows name their pictures by absolute paths, too.
+# Whatever init found is absolute here, so that every folder will do if the rows' paths are absolute, too.
 """
 _COMMENTS = {
     "swift": "ms-swift's own training arguments",
@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the file. Raises UserError: an option that no run could use, or a file that is there already."""
     options = _parse(argv)
     output: Path = options.output
+    if os.path.lexists(output):
+        raise UserError("--output must be a new file", got=str(output), remedy="name another, or remove it")
     script = read_train_script(vars(options)["from"]) if vars(options)["from"] else TrainScript({}, {})
     _take_devices(options, script)
     data = starter_config(options, script)
@@ -67,13 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(_commented(data))
     except OSError as error:
         raise UserError(
-            "--output must be a new file that can be written", got=str(error), remedy="name another"
+            "--output must be a file that can be written",
+            got=f"{output}: {error.strerror}",
+            remedy="name another",
         ) from error
     try:
         load_config(output)
     except UserError as error:
         output.unlink()
         raise UserError(f"what was asked for cannot run: {error}") from error
+    if script.arguments and data["swift"].get("val_dataset"):
+        say("val_dataset: servers answer it during training with --set stage2_ab.evaluation.every_steps=N")
     if script.arguments and not options.model:
         must = (
             "must answer in your rows' format; if it does not, train it first; --model names the checkpoint"
@@ -118,9 +124,11 @@ def starter_config(options: argparse.Namespace, script: TrainScript) -> dict[str
         "launch": {"learner": {"nproc_per_node": len(learner) or 1, "devices": learner, **env}},
     }
     set_values(data, [*(f"swift.{word}" for word in options.swift), *options.set], "--set")
-    if not swift.get("model") or not (swift.get("dataset") or swift.get("cached_dataset")):
-        got = f"model={swift.get('model')} dataset={swift.get('dataset')}"
-        raise UserError("--model and --data must be given, or a --from that names them", got=got)
+    data_sets = swift.get("dataset") or swift.get("cached_dataset")
+    if missing := [
+        name for name, found in (("--model", swift.get("model")), ("--data", data_sets)) if not found
+    ]:
+        raise UserError(f"{' and '.join(missing)} must be given, or a --from that names what it stands for")
     for name, value in kept.items():
         if swift.get(name) != value:
             why = _COMMENTS.get(name, "as the options say")
@@ -165,10 +173,11 @@ def _option(name: str, value: Any) -> str:
 
 def _take_devices(options: argparse.Namespace, script: TrainScript) -> None:
     """Gives a side that no option names GPUs of the script's, half of them to servers, and tells so."""
-    if None in (options.learner_gpus, options.rollout_gpus):
+    given = {"--learner-gpus": options.learner_gpus, "--rollout-gpus": options.rollout_gpus}
+    if open_options := " and ".join(name for name, gpus in given.items() if gpus is None):
         found = script.variables("CUDA_VISIBLE_DEVICES") or script.variables("NPROC_PER_NODE")
         if not found:
-            raise UserError("--learner-gpus and --rollout-gpus must be given, or a --from that names GPUs")
+            raise UserError(f"{open_options} must be given, or a --from that names GPUs")
         gpus = _devices(found.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(script.num_ranks)))))
         if options.rollout_gpus is None:
             learner = gpus[: (len(gpus) + 1) // 2] if options.learner_gpus is None else options.learner_gpus
@@ -176,7 +185,7 @@ def _take_devices(options: argparse.Namespace, script: TrainScript) -> None:
         if options.learner_gpus is None:
             options.learner_gpus = [gpu for gpu in gpus if gpu not in options.rollout_gpus] or gpus
         sides = f"{options.learner_gpus} for the learner, {options.rollout_gpus} for servers"
-        say(f"GPUs {gpus}: {sides}, or as --learner-gpus and --rollout-gpus say")
+        say(f"GPUs {gpus}: {sides}; {open_options} would say otherwise")
         if len(gpus) > 1 and "NPROC_PER_NODE" not in script.environment:
             say(
                 "one process on all GPUs: here each rank holds the whole model, unless swift.deepspeed is zero3"

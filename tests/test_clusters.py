@@ -63,7 +63,7 @@ def test_slurm_gives_as_many_nodes_to_servers_as_the_yaml_names(tmp_path: Path, 
     assert servers[:3] == ["--nodes=2", "--ntasks=2", "--nodelist=server-1,server-0"]
     count = [f"--nodes={num_learners}", f"--ntasks={num_learners}"]
     assert learner[:3] == [*count, f"--nodelist={','.join(hosts[2:])}"]
-    assert learner[3:5] == ["bash", "-c"]
+    assert learner[3:6] == ["--kill-on-bad-exit=1", "bash", "-c"]
     config = load_config(tmp_path / "run-7.yaml")
     assert [server.host for server in config.rollout.servers] == ["server-1"] * 2 + ["server-0"] * 2
     assert config.launch.learner.nnodes == num_learners

@@ -39,6 +39,21 @@ print(tuple(torchvision.transforms.functional.resize(torch.zeros(3, 4, 6), [2, 3
     assert _run(script) == "(3, 2, 3)"
 
 
+def test_a_process_ends_whose_packing_fails_behind_what_nobody_reads() -> None:
+    script = """
+import multiprocessing
+from swift_stage2.compat import pack_here
+def pack(queue):
+    queue.put(b"x" * (1 << 22))  # more than a pipe holds
+    raise ValueError("a length that is none")
+try:
+    pack_here(None, target=pack, jobs=[(multiprocessing.get_context("spawn").Queue(),)])
+except ValueError as error:
+    print(error)
+"""
+    assert _run(script) == "a length that is none"
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("fits", [True, False])

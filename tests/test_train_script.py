@@ -204,7 +204,10 @@ SFT = "swift sft --model m --dataset d"
         (f"{SFT} --output_dir $(date)", "--from runs nothing, got $(date); write what it stands for"),
         (f'{SFT} "${{WORDS[@]}}"', "--from runs nothing"),
         (f"A=`date`; {SFT} --output_dir $A", "$A: --from runs nothing, got `date`"),
-        (f"{SFT} --output_dir $A", "$A: --from reads what the script sets, or this shell has exported"),
+        (
+            f"\n{SFT} --output_dir $A",
+            "swift sft in line 2: $A: --from reads what the script sets, or this shell has exported",
+        ),
         (f"if true; then A=1; fi\n{SFT} --seed $A", "$A: --from reads no condition, loop or function"),
         (f"[ -n x ] && A=1; {SFT} --seed $A", "$A: --from reads no condition"),
         (f"for A in 1 2; do\n {SFT} --seed $A; done", "$A: --from reads what the script sets"),
@@ -214,9 +217,9 @@ SFT = "swift sft --model m --dataset d"
         (SFT, "--learner-gpus and --rollout-gpus must be given, or a --from that names GPUs"),
         (
             "NPROC_PER_NODE=2 swift sft --model m",
-            "--model and --data must be given, or a --from that names them",
+            "--data must be given, or a --from that names what it stands for",
         ),
-        ("nowhere.sh", "must be a script, or a command in quotes, got [Errno 2]"),
+        ("nowhere.sh", "must be a script, or a command in quotes, got nowhere.sh: No such file"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from swift_stage2.checks.swift_parsing import LearnerArguments
+from swift_stage2.compat import pack_here
 from swift_stage2.training.losses import set_text_positions
 
 from swift.arguments import SftArguments  # isort: skip
@@ -25,4 +26,4 @@ def _of_rows_apart(trainer: Any, model: Any, inputs: dict[str, Any], *args: Any,
 
 SftArguments._check_padding_free = LearnerArguments._check_padding_free
 Seq2SeqTrainer.compute_loss = _of_rows_apart
-packing._spawn_workers = lambda context, *, target, jobs: [target(*words) for words in jobs]
+packing._spawn_workers = pack_here

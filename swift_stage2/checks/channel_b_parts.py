@@ -162,9 +162,10 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ste
             return None
         remedy = f"write swift.packing_length: {math.ceil(per_pack * mean / batch / _WANTED_A_STEPS)}"
         batch *= max(1.0, int(packed) / mean)
-    beside = lengths.longest_segment[0] if config.stage2_ab.trains_targets_beside else 0
-    wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + max_new_tokens + beside)
-    if wanted < capacity:
+    longest = lengths.longest_segment[0]
+    most = lengths.longest_prompt + max_new_tokens + longest * config.stage2_ab.trains_targets_beside
+    wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), most, longest)
+    if wanted < capacity and lengths.samples_per_pack(wanted) <= _MOST_A_STEPS * batch:
         remedy += f", or stage2_ab.channel_b.packing.packing_length: {wanted}"
     told = (
         f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "

@@ -27,7 +27,7 @@ from swift_stage2.checks.servers import (
 )
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
-from swift_stage2.config.swift_arguments import named_places
+from swift_stage2.config.swift_arguments import is_on, named_places
 from swift_stage2.data.files import Rule, local_files
 from swift_stage2.data.survey import Findings, survey
 from swift_stage2.errors import ConfigError, DatasetError
@@ -193,14 +193,19 @@ def _model(config: Stage2Config, known: CheckStage) -> None:
     refuse_transposed_experts(config)
 
 
-def _deepspeed(config: Stage2Config, known: CheckStage) -> None:
-    # Else the ranks would learn it once the model is loaded
-    if config.swift.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            "swift.deepspeed needs DeepSpeed in the learner's environment",
-            got=f"deepspeed={config.swift['deepspeed']!r:.200} and no such package",
-            remedy="install the extra swift-stage2[deepspeed], or remove the key",
-        )
+def _packages(config: Stage2Config, known: CheckStage) -> None:
+    # Else the ranks would learn it once the model is loaded. A kernel of the hub may stand in for flash-attn.
+    flash = ("flash_attn", "flash_attention_2")
+    for key, needs, packages, remedy in (
+        ("deepspeed", is_on, ["deepspeed"], "install the extra swift-stage2[deepspeed], or remove the key"),
+        ("attn_impl", flash.__contains__, ["flash_attn", "kernels"], "install flash-attn, or write sdpa"),
+    ):
+        if needs(value := config.swift.get(key)) and not any(map(importlib.util.find_spec, packages)):
+            raise ConfigError(
+                f"swift.{key} needs {packages[0]} in the learner's environment",
+                got=f"{key}={value!r:.200} and no such package",
+                remedy=remedy,
+            )
 
 
 def _resume(config: Stage2Config, known: CheckStage) -> CheckResult[None] | None:
@@ -336,7 +341,7 @@ CHECKS = (
     Check("addresses of hosts", "addresses", lambda config, known: refuse_lone_addresses(config)),
     Check("rendezvous", "starts_learner", lambda config, known: refuse_deaf_endpoint(config)),
     Check("model directory", "files", _model),
-    Check("DeepSpeed", "files", _deepspeed),
+    Check("packages", "files", _packages),
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
     Check("disk directory", "files", _disk_directory),

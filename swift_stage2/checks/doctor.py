@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ class CheckRun:
             result = left_out(held.found)
         else:
             elsewhere = f" ({held.section})" if held.section != self._section else ""
-            result = left_out(f"because of: {held.check}{elsewhere}")
+            result = left_out(f"since {held.check}{elsewhere} failed")
         result = replace(
             result,
             section=self._section,
@@ -150,19 +151,28 @@ _FIX_INDENT = 4
 
 
 def findings_table(findings: Sequence[CheckResult[Any]]) -> RenderableType:
-    """A section per heading, one row per check with its fix below, and a line that counts the verdicts."""
+    """A section per heading, one row per check with its fix below, and a line that counts the verdicts.
+
+    Checks that were left out one after the other for the same reason are one row.
+    """
     parts: list[RenderableType] = []
     look: dict[str, Any] = {"show_header": False, "expand": True, "box": SIMPLE}
     look |= {"show_edge": False, "pad_edge": False}
     for section, rows in groupby(findings, key=lambda finding: finding.section):
         parts.append(Text(section, style="bold italic"))
-        for finding in rows:
+        for _, alike in groupby(
+            rows, lambda row: row.found if row.verdict is Verdict.NOT_CHECKED else id(row)
+        ):
+            finding, *more = alike
             table = Table(**look)  # one for each, so that a fix has the whole width for its long keys
             table.add_column(width=_CHECK_COLUMNS, overflow="fold")
             table.add_column(width=len(Verdict.WARNING))
             table.add_column(ratio=1, overflow="fold")
             style, is_shown = _STYLES[finding.verdict], finding.verdict is not Verdict.NOT_CHECKED
-            found = Text(finding.found) if is_shown else Text(f"not checked: {finding.found}", style=style)
+            others = f"; nor {', '.join(row.check for row in more)}" if more else ""
+            found = Text(finding.found)
+            if not is_shown:
+                found = Text(f"not checked: {finding.found}{others}", style=style)
             table.add_row(finding.check, Text(str(finding.verdict) if is_shown else "-", style=style), found)
             parts.append(table)
             if finding.fix:
@@ -183,6 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(options.config)
     data = read_yaml(path)
     quieten_libraries()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that it leaves nothing behind, as at SIGINT
     check_run = CheckRun(secrets=_secrets(data))
     with (
         going_on("doctor", lambda: check_run.now),
@@ -221,6 +234,9 @@ def examine(check_run: CheckRun, path: Path, options: argparse.Namespace, scratc
         check_run.check("model and data", lambda: left_out("the learner's, by --role server"))
         examine_addresses(check_run, config, role, is_started=is_host)
         return
+    os.environ.update(
+        {name: str(value) for name, value in learner.env.items()}
+    )  # what a row is may hang on it
     from swift_stage2.checks.learner import examine_learner  # loads torch
 
     prepared, samples = examine_learner(check_run, config, scratch, num_ranks, is_host=is_host)

@@ -214,9 +214,9 @@ def check_packing_length(config: Stage2Config, samples: CheckedRows) -> CheckRes
         )
     longest, place = samples.lengths.longest_segment
     return ok(
-        f"packing_length {config.stage2_ab.channel_b.packing.packing_length} holds the longest prompt and what may "
-        f"follow it; of all {samples.lengths.num_rows:,} rows the longest with its true answer has {longest} tokens "
-        f"({place})"
+        f"channel B's packing_length {config.stage2_ab.channel_b.packing.packing_length} holds the longest prompt and "
+        f"what may follow it; of all {samples.lengths.num_rows:,} rows the longest with its true answer has {longest} "
+        f"tokens ({place})"
     )
 
 
@@ -226,6 +226,8 @@ def check_step_sizes(
     """The rows that a step of each channel trains."""
     sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
     if sizes is None:
+        if not samples.lengths.num_tokens:
+            return left_out("no row could be measured")
         unknown = "swift.packing_length is not written, so ms-swift packs up to the model's own maximum"
-        return left_out(unknown if samples.lengths.num_tokens else "no row could be measured")
+        return warning(unknown, "write swift.packing_length, as many tokens as a device has memory for")
     return warning(*sizes) if sizes.remedy else ok(sizes.told)

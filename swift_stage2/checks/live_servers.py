@@ -69,7 +69,11 @@ class LiveServers:
     def infos(self) -> list[CheckResult[ServerInfo]]:
         """Who answers, a row for each server."""
         return [
-            self.check_run.check(f"server {index}", partial(check_identity, server.base_url, self.config))
+            self.check_run.check(
+                f"server {index}",
+                partial(check_identity, server.base_url, self.config),
+                fix="start it; swift-stage2 launch --check starts what launch.servers names and asks it then",
+            )
             for index, server in enumerate(self.config.rollout.servers)
         ]
 

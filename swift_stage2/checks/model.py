@@ -73,7 +73,7 @@ def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> N
         raise ConfigError(
             f"{setting} must be a directory that exists",
             got=f"{argument}={str(directory)!r}",
-            remedy="check the path",
+            remedy="check the path" + "; a hub id is owner/name" * (argument != "resume_from_checkpoint"),
         )
     if not (directory / mark).is_file():
         is_adapter = argument == "model" and (directory / _MARKS["adapters"]).is_file()

@@ -82,6 +82,8 @@ def _unknown_key(section: type, key: str, above: Sequence[int | str], around: st
     valid = tuple(path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == parent)
     if gone := _GONE.get(key) or _GONE.get(f"{parent.rpartition('.')[2]}.{key}"):
         remedy = gone
+    elif key in known:
+        remedy = f"write it nested, as {key.replace('.', ': {')}: …{'}' * key.count('.')}"
     elif elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
         remedy = f"it belongs at {' or '.join(map(repr, elsewhere))}"
     elif near := closest(key, valid):

@@ -45,7 +45,7 @@ def _above_one(value: Any) -> bool:
 _FULL_WEIGHTS = "servers take full or merged LoRA weights only"
 _THINKS = "answers must begin with their list of objects"
 _GATHERED = "weights are gathered from FSDP2's shards on devices alone"
-_QUANTISED = "what its forward pass computes with is no weight that a server could be sent"
+_QUANTISED = "servers take dense weights, and none compute what its forward pass does"
 
 UNSUPPORTED = (
     Unsupported("task_type", _other_than("causal_lm"), "targets are token sequences", "use causal_lm"),

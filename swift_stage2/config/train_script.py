@@ -65,7 +65,8 @@ def read_train_script(source: str) -> TrainScript:
     try:
         text = source if " " in source.strip() and not os.path.exists(source) else read_regular_text(source)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("--from must be a script, or a command in quotes", got=str(error)) from error
+        why = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+        raise UserError("--from must be a script, or a command in quotes", got=f"{source}: {why}") from error
     variables: dict[str, str | UserError] = {**os.environ}
     exported: set[str] = set()
     found = []
@@ -90,7 +91,10 @@ def read_train_script(source: str) -> TrainScript:
             got=where,
             remedy="give a swift sft of the same model; to train by rewards add --set stage2_ab.objective=grpo",
         )
-    arguments = _arguments([field for word in options for field in _fields(word, variables)])
+    try:
+        arguments = _arguments([field for word in options for field in _fields(word, variables)])
+    except UserError as error:
+        raise error.at(where) from error
     for word, following in zip(before, [*before[1:], ""], strict=True):
         ranks = _RANKS.fullmatch(word)
         exported |= _assign(variables, f"NPROC_PER_NODE={ranks[1] or following}" if ranks else word)

@@ -90,6 +90,9 @@ def launch(
         run_checks(config, CheckStage(started_servers=plan.server_indices))
         show(where)
         return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
+    os.environ.update(
+        {name: str(value) for name, value in config.launch.learner.env.items()}
+    )  # rows are its own
     with going_on("launch", "checking the data set", lambda text: show(f"[launch] {text}")):
         run_checks(config, CheckStage(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
@@ -107,6 +110,8 @@ def launch(
         run_dir = newest_run(output_dir, since)
         if run_dir and status in (0, EXIT_STARVED):
             show(f"[launch] see what it did: swift-stage2 report {shlex.quote(str(run_dir))}")
+            for told in next_commands(run_dir, config.swift):
+                show(f"[launch] {told}")
         elif status > _SIGNALLED and plan.learner is not None:
             show(f"[launch] go on: swift-stage2 launch {shlex.quote(str(config_path))} --resume")
         how = "finished" if status == 0 else f"ended with status {status}"
@@ -126,7 +131,7 @@ def run_plan(
     """Starts, waits, follows and ends everything that ``plan`` names; see ``launch``."""
     try:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
-        if plan.learner is not None:
+        if plan.learner is not None and not plan.is_check:  # beside a check a run may go on here
             take_room(plan.exit_status_file)
     except OSError as exc:
         raise ConfigError(
@@ -137,7 +142,8 @@ def run_plan(
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=verbose) as job:
         learner = _follow(plan, job, signals, servers)
         if signals.received is not None:
-            saves = "; a learner that trains saves a checkpoint first" if learner is not None else ""
+            trains = learner is not None and not plan.is_check
+            saves = "; a learner that trains saves a checkpoint first" if trains else ""
             job.say(f"ending everything after signal {signals.received}{saves}; one more kills at once")
             return _SIGNALLED + signals.received
         if learner is None:
@@ -145,7 +151,8 @@ def run_plan(
             return _NO_SERVER_LEFT
         # torchrun turns every failure into 1; a rank tells its own where it could
         status = learner.poll() or 0
-        status, mistake = (end_left_in(plan.exit_status_file) if status else None) or (status, "")
+        told = end_left_in(plan.exit_status_file) if status and not plan.is_check else None
+        status, mistake = told or (status, "")
         if status and not mistake and not verbose and not plan.is_check:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
     if mistake and status == EXIT_USER_MISTAKE:

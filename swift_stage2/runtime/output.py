@@ -72,7 +72,8 @@ def quieten_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("swift").setLevel(logging.ERROR)
+    for name in ("swift", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def check_new_file(path: Path, *, force: bool, sources: Iterable[Path]) -> None:

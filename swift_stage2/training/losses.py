@@ -62,9 +62,15 @@ def set_text_positions(inputs: dict[str, Any]) -> None:
 def check_model(model: nn.Module, config: Stage2Config) -> None:
     """Refuses an adapter that does not go with rewards. One of an earlier stage brings settings of its own.
 
+    On CPUs with bf16 bitsandbytes packs 4 bits anew, in place, in the first pass of an evaluation, and its own reader
+    then reads them wrongly: layers are told not to.
+
     Raises:
         ConfigError: ``kl_weight`` without an adapter, or an adapter with dropout.
     """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     if not (config.b_enabled and config.stage2_ab.uses_rewards):
         return
     check_adapter(config.stage2_ab.channel_b, has_adapter=hasattr(model, "disable_adapter"))

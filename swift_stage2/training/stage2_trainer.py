@@ -25,6 +25,7 @@ from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS
 from swift_stage2.checks.checks import CheckStage, run_checks
 from swift_stage2.checks.preparation import HALF_PRECISION_DTYPES, EngineCanary
 from swift_stage2.columns import COLUMNS
+from swift_stage2.compat import pack_here
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.run import Stage2Run
@@ -328,8 +329,7 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
         super().__init__(arguments)
 
     def _prepare_dataset(self) -> Any:
-        # In this process: of a worker of its own that has failed ms-swift would wait without a deadline.
-        packing._spawn_workers = lambda context, *, target, jobs: [target(*words) for words in jobs]
+        packing._spawn_workers = pack_here
         with going_on("train", "reading the data set"):
             return super()._prepare_dataset()
 

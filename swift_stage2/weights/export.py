@@ -42,6 +42,12 @@ class WeightExport:
             for name, parameter in module.named_parameters()
             if not _belongs_to_adapter(name)
         }
+        if self.partitioned and any(_quantised(parameter) is not None for _, parameter in self._own.values()):
+            raise ConfigError(
+                "swift.quant_bits needs whole weights on every rank",
+                got="partitioned ones, by ZeRO-3 or FSDP2",
+                remedy="use ZeRO-2, or train without quant_bits",
+            )
 
     @property
     def partitioned(self) -> bool:

@@ -52,7 +52,7 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
     assert [check.name for check in due_checks(CheckStage(num_validation_rows=0))] == ["validation set"]
     assert [check.name for check in due_checks(CheckStage(files=True, rows=True))] == [
         "model directory",
-        "DeepSpeed",
+        "packages",
         "resume",
         "plugins",
         "disk directory",
@@ -83,16 +83,19 @@ def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch
     assert "with blank" not in str(refused.value)
 
 
-def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_loads(
+def test_a_package_that_a_setting_needs_and_that_is_not_installed_is_told_before_anything_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed: dict[str, object] = {}
     monkeypatch.setattr(importlib.util, "find_spec", installed.get)
     with pytest.raises(ConfigError, match=r"got deepspeed='zero3' and no such package; install the extra .*"):
-        found_by("DeepSpeed", config(deepspeed="zero3"), FILES)
-    found_by("DeepSpeed", config(), FILES)
-    installed["deepspeed"] = object()
-    found_by("DeepSpeed", config(deepspeed="zero3"), FILES)
+        found_by("packages", config(deepspeed="zero3"), FILES)
+    found_by("packages", config(), FILES)
+    with pytest.raises(ConfigError, match=r"got attn_impl='flash_attn' and no such package"):
+        found_by("packages", config(attn_impl="flash_attn"), FILES)
+    installed |= {"deepspeed": object(), "kernels": object()}
+    found_by("packages", config(deepspeed="zero3"), FILES)
+    found_by("packages", config(attn_impl="flash_attn"), FILES)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_what_rests_on_a_check_that_did_not_pass_is_not_run_and_names_the_first_
     second = check_run.check("second", never, needs=[first])
     third = check_run.check("third", never, needs=[second])
     assert second.verdict is third.verdict is Verdict.NOT_CHECKED
-    assert second.found == third.found == ("because of: first" if is_failed else "no wish")
+    assert second.found == third.found == ("since first failed" if is_failed else "no wish")
     assert second.counts_as_failed is third.counts_as_failed is is_failed
     assert check_run.num_failed == is_failed
 

@@ -159,4 +159,4 @@ def test_a_server_with_another_limit_is_named_with_the_line_to_change(
     row = report.row("answered rows")
     assert row["verdict"] == "failed"
     assert row["found"] == "images are 112x112 on the server, 224x224 on the learner"
-    assert report.row("coordinates")["found"] == "because of: answered rows"
+    assert report.row("coordinates")["found"] == "since answered rows failed"

@@ -63,7 +63,7 @@ def test_the_table_goes_to_a_terminal_and_the_status_to_the_script(configure: Co
     assert result.returncode == 1
     assert "swift.model must be a directory that exists" in " ".join(result.stdout.split())
     assert "fix: check the path" in result.stdout
-    assert "not checked: because of: model directory" in " ".join(result.stdout.split())
+    assert "not checked: since model directory failed" in " ".join(result.stdout.split())
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
@@ -272,6 +272,20 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
         rollouts.check_matching([answered], encoder, make_task(), load_config(configure(DEAD))).verdict
         == verdict
     )
+
+
+def test_what_the_learners_ranks_find_by_their_own_environment_the_doctor_finds(
+    configure: Configure, doctor: Doctor, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    row = json.loads(rows_file.read_text().splitlines()[0])
+    (image,) = row["images"]
+    relative = tmp_path / "relative.jsonl"
+    relative.write_text(json.dumps(row | {"images": [Path(image).name]}))
+    learner = {"env": {"ROOT_IMAGE_DIR": str(Path(image).parent)}}
+    report = doctor(configure(DEAD, swift__dataset=[str(relative)], launch__learner=learner))
+    assert report.row("samples")["verdict"] != "failed", report.text
+    assert report.row("data sets")["verdict"] == "ok", report.text
 
 
 def test_without_channel_b_no_server_is_looked_at(configure: Configure, doctor: Doctor) -> None:

@@ -140,7 +140,7 @@ def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
     row = report.row("dry sync round")
     assert "does not hold the weights it was sent" in row["found"]
     assert row["fix"]
-    assert report.row("timed rollouts")["found"] == "because of: dry sync round"
+    assert report.row("timed rollouts")["found"] == "since dry sync round failed"
 
 
 @pytest.mark.slow
@@ -150,9 +150,9 @@ def test_one_dead_server_of_two_leaves_the_other_checked(
     report = doctor(configure(server.base_url, f"http://127.0.0.1:{free_port()}"), "--live")
     assert report.status == 1
     assert "start the server there" in report.row("server 1")["found"]
-    assert report.row("prompts", "Server 1")["found"] == "because of: server 1 (Addresses)"
+    assert report.row("prompts", "Server 1")["found"] == "since server 1 (Addresses) failed"
     assert report.row("dry sync round", "Server 0")["verdict"] == "ok"
-    assert report.row("rate")["found"] == "because of: server 1 (Addresses)"
+    assert report.row("rate")["found"] == "since server 1 (Addresses) failed"
 
 
 def test_prompts_that_differ_are_told_with_their_place(
@@ -167,7 +167,7 @@ def test_prompts_that_differ_are_told_with_their_place(
     assert "the server reads 3 prompt tokens, the learner " in row["found"]
     assert "different from place 1 on" in row["found"]
     assert row["fix"].startswith("give the server the learner's model, template and pixel limits")
-    assert report.row("dry sync round")["found"] == "because of: prompts"
+    assert report.row("dry sync round")["found"] == "since prompts failed"
     resets = [call for call in fake_stock.calls if call.path == wire.INIT_COMMUNICATOR]
     assert resets == [], "no weights are sent to a server that reads other prompts"
 

@@ -205,7 +205,8 @@ def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> StepSizes:
         ),
         (64, 100, 4, "16 ", ""),
         (64, 100, 3, "21.3 ", "packing_length: 1074"),
-        (64, 2000, 1, "64 ", "packing_length: 2974"),  # the longest prompt and an answer must fit
+        (64, 900, 2, "32 ", "packing_length: 1874"),  # the longest prompt and an answer must fit
+        (64, 2000, 1, "64 ", "per_device_train_batch_size: 16"),  # with so long a prompt no other pack helps
         (64, 4096, 1, "64 ", "per_device_train_batch_size: 16"),
         (5000, 4096, 1, "1 ", ""),
     ],
@@ -218,6 +219,10 @@ def test_the_sizes_of_steps_follow_from_the_rows(
         assert f"as many rows as {ratio}" in told.told
         assert bool(told.remedy) is bool(advice)
         assert advice in told.remedy
+        _, offers_pack, length = told.remedy.partition("packing.packing_length: ")
+        if offers_pack:
+            given = {"per_device_train_batch_size": batch, "packing_length": int(length)}
+            assert not _sizes(_lengths(500, mean, longest - 50, 50), num_packs, **given).remedy
 
 
 @pytest.mark.parametrize(

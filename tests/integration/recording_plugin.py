@@ -34,11 +34,6 @@ def _digest(tensor):
 class RecordingTrainer(Stage2Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        for layer in self.model.modules():
-            if hasattr(layer, "support_avx512bf16_for_cpu"):
-                layer.support_avx512bf16_for_cpu = (
-                    False  # else an evaluation repacks weights of 4 bits for good
-                )
         directory = Path(os.environ["RECORD_DIR"])
         directory.mkdir(parents=True, exist_ok=True)
         self._record = (directory / f"rank{self.args.process_index}.jsonl").open("a", encoding="utf-8")

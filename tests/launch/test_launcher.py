@@ -187,8 +187,11 @@ def test_a_mistake_that_a_rank_told_is_told_again_as_the_last_line(launch: Launc
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_check_begins_once_all_servers_answer_is_shown_whole_and_its_status_is_the_launchs(
-    launch: Launch, status: int
+    launch: Launch, status: int, tmp_path: Path
 ) -> None:
+    of_a_run = tmp_path / "logs" / "status"  # which may go on beside it
+    of_a_run.parent.mkdir()
+    of_a_run.write_text("75 WeightSyncHang")
     check = {"is_check": True, "verbose": False, "devices": ["0", "1"], "learner_devices": ""}
     running = launch(learner=["exit", str(status)], more_ports=[free_port()], **check)
     assert running.finish() == status
@@ -197,6 +200,7 @@ def test_a_check_begins_once_all_servers_answer_is_shown_whole_and_its_status_is
     assert "[learner] learner ends" in told
     assert "engine runs" not in told
     assert told.splitlines()[-1] == "[learner] learner ends"
+    assert of_a_run.read_text() == "75 WeightSyncHang"
 
 
 def test_servers_alone_are_served_until_a_signal(launch: Launch) -> None:

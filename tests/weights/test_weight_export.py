@@ -11,7 +11,10 @@ import torch
 from real_model import tiny_model
 from torch import nn
 
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, WeightSyncError
+from swift_stage2.training.losses import check_model
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
@@ -123,11 +126,7 @@ def test_an_adapted_model_of_4_bits_leaves_as_the_dense_one_that_its_forward_pas
         bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=["visual", "lm_head"],
     )  # fmt: skip
     quantised = type(dense).from_pretrained(tmp_path, quantization_config=packing, dtype=dtype)
-    for layer in quantised.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = (
-                False  # on such a CPU an evaluation repacks the weights in place
-            )
+    check_model(quantised, bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}}}))
     names = [name for name, layer in quantised.named_modules() if type(layer).__name__ == "Linear4bit"]
     assert names
     adapted = _with_lora(quantised, r=4, lora_alpha=16, target_modules=names[: len(names) // 2])
@@ -148,6 +147,9 @@ def test_an_adapted_model_of_4_bits_leaves_as_the_dense_one_that_its_forward_pas
     rounding = float(torch.finfo(dtype).eps) * float(ours.abs().max()) * 16
     torch.testing.assert_close(theirs, ours, rtol=0, atol=rounding)
     assert all(torch.equal(tensor, exported[name]) for name, tensor in _pushed(adapted))
+    next(parameter for parameter in adapted.parameters() if hasattr(parameter, "quant_state")).ds_shape = (1,)
+    with pytest.raises(ConfigError, match="whole weights on every rank, got partitioned ones"):
+        WeightExport(adapted)
 
 
 @pytest.mark.parametrize("variant", ["use_dora", "lora_bias"])
