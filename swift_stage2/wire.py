@@ -285,17 +285,10 @@ class WeightProof(Message):
 class SleepRequest(Message):
     """Body of SLEEP: the server gives the memory of weights and caches back, until an install wakes it.
 
-    What it still answers ends; calls that come are refused as UNPROVEN.
+    What it still answers ends; calls that come are refused as UNPROVEN. Its answer's ``state`` is ASLEEP_STATE.
     """
 
     timeout_s: Seconds = 30.0
-
-
-@dataclass(frozen=True, slots=True, config=OPEN)
-class SleepAnswer(Message):
-    """How the server is now; a good answer says ASLEEP_STATE."""
-
-    state: Text
 
 
 # --- other answers ------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ MESSAGES: list[wire.Message] = [
     wire.InstallRequest("run", 4, {"w": "sum"}, 5.0),
     wire.WeightProof("run", 4, "one", {"w": "sum"}, {"w": "sum"}, ("w",)),
     wire.SleepRequest(5.0),
-    wire.SleepAnswer(wire.ASLEEP_STATE),
     WeightSums("one", {"w": "sum"}, {}, ("q",), ("e",)),
     FailedRequests((FailedRequest(3, "image"),), "refused"),
     SamplingOptions.from_json(greedy_config(8)),

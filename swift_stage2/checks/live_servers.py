@@ -94,23 +94,15 @@ class LiveServers:
             self._examine_server(index, session, route, sync)
         if sync.passed:
             sync.result.close()  # its process, where no round was run
-        if self._sleepers:  # as they were found: a learner may need the memory
-            Sleeper(
-                self._sleepers, self.config.rollout.api_key(), _LOOK_TIMEOUT_S, [False] * len(self._sleepers)
-            )()
+        found = zip(self.config.rollout.servers, self.infos, strict=True)
+        slept = [each.base_url for each, info in found if info.passed and info.result.state == ASLEEP_STATE]
+        # Again, because a learner may need the memory.
+        Sleeper(slept, self.config.rollout.api_key(), _LOOK_TIMEOUT_S, [False] * len(slept))()
 
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
         for info, (_, _, route) in zip(self.infos, self._servers(), strict=True):
             self._examine_answers(route, info)
-
-    @property
-    def _sleepers(self) -> list[str]:
-        return [
-            server.base_url
-            for info, server in zip(self.infos, self.config.rollout.servers, strict=True)
-            if info.passed and info.result.state == ASLEEP_STATE
-        ]
 
     @cached_property
     def _questions(self) -> Questions:

@@ -327,11 +327,7 @@ def _parser(program: str, description: str) -> CommandParser:
         help="run Python that the checkpoint brings; off: such a checkpoint is refused")  # fmt: skip
     add("--sleep-level", type=int, choices=(0, 1, 2), default=0, help="what becomes of the weights while the learner "
         "has the devices: 2 drops them, 1 moves them to main memory; 0: the server never sleeps")  # fmt: skip
-    add(
-        "--load-when-asked",
-        action="store_true",
-        help="load the model with the first weights that are offered",
-    )
+    add("--load-when-asked", action="store_true", help="load with the first weights that are offered")
     add_limits(parser)
     return parser
 

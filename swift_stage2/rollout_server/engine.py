@@ -177,11 +177,10 @@ class Engine(ABC):
         self.stamp = WeightStamp()
         self._open: set[GenerationJob] = set()
         self._manifest: tuple[TensorSpec, ...] = ()
-        self._state, self._detail = EngineState.LOADING, ""
+        self._state, self._detail = EngineState.UNLOADED, ""
         self._may_load, self._loaded = threading.Event(), threading.Event()
-        if sleep_mode.loads_when_asked:
-            self._state = EngineState.UNLOADED
-        else:
+        if not sleep_mode.loads_when_asked:
+            self._state = EngineState.LOADING
             self._may_load.set()
         self._thread = threading.Thread(target=self._run_to_the_end, name="rollout-engine", daemon=True)
 
@@ -202,8 +201,7 @@ class Engine(ABC):
     def status(self) -> EngineStatus:
         """State, its reason, and counts; never waits."""
         state, detail = self._state, self._detail
-        is_well = state not in (EngineState.BROKEN, EngineState.CLOSED)
-        if is_well and (ailment := self._ailment()):
+        if state not in (EngineState.BROKEN, EngineState.CLOSED) and (ailment := self._ailment()):
             state, detail = EngineState.BROKEN, ailment
         num_open = len(self._open)
         num_running = min(num_open, self._num_running())

@@ -162,7 +162,7 @@ class RolloutService:
     async def _sleep(self, request: Request) -> dict[str, Any]:
         wanted = wire.SleepRequest.from_json(await self._json(request))
         await self._off_loop(request, partial(self.slot.sleep, wanted))
-        return wire.SleepAnswer(self._state()).to_json()
+        return {"state": self._state()}
 
     async def _json(self, request: Request) -> Any:
         async with self._control_bodies.body(request) as raw:

@@ -138,13 +138,12 @@ class TransformersRolloutEngine(Engine):
     def _run(self) -> None:
         self._generator = self._load()
         self._generator.prepare()
-        parameters = dict(self._generator.model.named_parameters())
+        parameters = self._generator.model.named_parameters
         self._manifest = tuple(
             TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in parameters.items()
+            for name, tensor in parameters()
         )
-        self._places = {name: (tensor.shape, tensor.device) for name, tensor in parameters.items()}
-        del parameters
+        self._places = {name: (tensor.shape, tensor.device) for name, tensor in parameters()}
         if self.sleep_mode.level:
             self._give_memory_back()
         self._become_ready()
@@ -160,9 +159,8 @@ class TransformersRolloutEngine(Engine):
         stamps = [(self.stamp, 0)]  # each with the number of tokens that were there when it came
 
         def between_tokens(num_tokens: int) -> list[bool]:
-            if not all(
-                job.aborted for job in jobs
-            ):  # else it ends here, and tasks run when its memory is free
+            # A batch that nobody waits for ends here, and tasks run behind it, when its memory is free.
+            if not all(job.aborted for job in jobs):
                 self._queue.run_tasks()
             if self.stamp is not stamps[-1][0]:
                 stamps.append((self.stamp, num_tokens))

@@ -7,7 +7,6 @@ here what it means to the stock server. Lives on the engine thread's event loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from swift_stage2.checks.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
-_log = logging.getLogger(__name__)
 # What a round's merged weights and one turn allow of the arguments of `swift rollout`.
 _SERVED = {
     "vllm_data_parallel_size": 1,
@@ -62,7 +60,7 @@ class ServerArguments(RolloutArguments):  # type: ignore[misc]
 def build_generator(argv: Sequence[str], *, trusts_code: bool = False, sleeps: bool = False) -> VllmGenerator:
     """The engine for the command line of ``swift rollout``; blocks until the model is loaded.
 
-    One that ``sleeps`` has vLLM allocate what it holds so that it can give it back, which it does on accelerators only.
+    One that ``sleeps`` can give its memory back; on a CPU vLLM keeps it, says so, and does all else.
 
     Raises:
         UserError: arguments that ms-swift refuses, or that this server does not serve.
@@ -70,10 +68,6 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False, sleeps: b
     arguments = parse_swift_arguments(argv, ServerArguments, where=COMMAND_LINE)
     _refuse_unserved(arguments)
     engine_kwargs = (arguments.vllm_engine_kwargs or {}) | {"worker_extension_cls": WORKER_EXTENSION}
-    if sleeps and not torch.accelerator.is_available():
-        _log.warning(
-            "vLLM gives no memory back on a CPU; all else happens as on an accelerator when it sleeps"
-        )
     options = {
         **arguments.get_vllm_engine_kwargs(),
         "model_id_or_path": arguments.model,

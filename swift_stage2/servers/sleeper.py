@@ -44,71 +44,58 @@ class Sleeper:
         Returns within ``timeout_s``, and some seconds more where a process is ended.
         """
         calls = [
-            BackgroundCall(partial(self._put_to_sleep, url, ends), name=f"sleep of {url}")
+            (url, BackgroundCall(partial(self._put_to_sleep, url, ends), name=f"sleep of {url}"))
             for url, ends in self._servers
         ]
         deadline = Deadline(self._timeout_s + _END_S + _MARGIN_S)
         return [
             call.result_within(0.0) if call.ended_within(deadline.remaining_s()) else f"{url}: no end in time"
-            for call, (url, _) in zip(calls, self._servers, strict=True)
+            for url, call in calls
         ]
 
     def _put_to_sleep(self, base_url: str, ends: bool) -> str | None:
-        refusal = self._ask(base_url)
-        if refusal is None or not ends:
-            return refusal
-        try:
-            return f"{refusal}; {end_listener(base_url, _END_S)}"
-        except (psutil.Error, OSError) as error:
-            return f"{refusal}; its process was not found: {error}"
-
-    def _ask(self, base_url: str) -> str | None:
-        """Why the server does not sleep."""
         request = wire.SleepRequest(_SHARE_OF_SERVER * self._timeout_s)
+        state = partial(wire.member, key="state", kind=wire.Text)
         try:
             with ServerSession(base_url, self._api_key) as session:
                 reply = session.post(wire.SLEEP, request.to_json(), Deadline(self._timeout_s))
-                state = session.read(wire.SLEEP, wire.SleepAnswer.from_json, reply).state
+                if (found := session.read(wire.SLEEP, state, reply)) == wire.ASLEEP_STATE:
+                    return None
+                refusal = f"{base_url} must sleep, got state={shown(found)}"
         except ServerFault as fault:
-            return str(fault)
-        return None if state == wire.ASLEEP_STATE else f"{base_url} must sleep, got state={shown(state)}"
+            refusal = str(fault)
+        return f"{refusal}; {end_listener(base_url, _END_S)}" if ends else refusal
 
 
 def end_listener(base_url: str, timeout_s: float) -> str:
-    """SIGKILL, which a stopped process hears as well, to this user's process that listens there, and to all below it.
+    """SIGKILL, which ends a stopped process as well, to this user's process that listens there, and to all below it.
 
     Returns what was done, in words, once they have ended and are reaped, or the time is over.
     """
-    end, told = time.monotonic() + timeout_s, ""
+    end, told = time.monotonic() + timeout_s, "no process of this user listens there"
     while (found := _listeners(base_url)) and (left_s := end - time.monotonic()) > 0:
-        tree = dict.fromkeys(each for top in found for each in (top, *_children(top)))
+        tree = list(found)
+        for top in found:
+            with suppress(psutil.NoSuchProcess):
+                tree += top.children(recursive=True)
         for process in tree:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         _, left = psutil.wait_procs(tree, timeout=left_s)
         pids = ", ".join(str(process.pid) for process in found)
-        told = f"process {pids} was ended" if not left else f"SIGKILL has not ended process {pids}"
-    return told or "no process of this user listens there"
+        told = f"SIGKILL has not ended process {pids}" if left else f"process {pids} was ended"
+    return told
 
 
-def _listeners(base_url: str) -> list[psutil.Process]:
+def _listeners(base_url: str) -> set[psutil.Process]:
     """Processes of this user, but for this one, that listen at the address on this machine."""
-    url = urlsplit(base_url)
-    found: dict[int, psutil.Process] = {}
-    if url.hostname is None or not is_here(url.hostname):
-        return []
-    addresses = {*ANY_ADDRESS, *(told[4][0] for told in resolve(url.hostname))}
-    for each in psutil.net_connections(kind="tcp"):
-        is_meant = each.status == psutil.CONN_LISTEN and each.laddr.port == url.port
-        if is_meant and each.laddr.ip in addresses and each.pid not in (None, os.getpid()):
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(each.pid)
-                if process.uids().real == os.getuid():
-                    found[process.pid] = process
-    return list(found.values())
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return list(process.children(recursive=True))
-    return []
+    url, found = urlsplit(base_url), set()
+    if url.hostname is not None and is_here(url.hostname):
+        addresses = {*ANY_ADDRESS, *(told[4][0] for told in resolve(url.hostname))}
+        for each in psutil.net_connections(kind="tcp"):
+            is_there = each.status == psutil.CONN_LISTEN and each.laddr.port == url.port
+            if is_there and each.laddr.ip in addresses and each.pid not in (None, os.getpid()):
+                with suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(each.pid)
+                    found |= {process} if process.uids().real == os.getuid() else set()
+    return found

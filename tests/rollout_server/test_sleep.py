@@ -5,13 +5,11 @@ As a process, whose memory is measured from outside, and as the shared server of
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import pytest
 import torch
 from live_server import (
     CALL_TIMEOUT_S,
-    GREEDY,
     MODEL,
     LearnerRound,
     RunningServer,
@@ -50,8 +47,8 @@ DRAWN = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "logprobs": True}
 _WIDTH = 36_000  # of the feed-forward layers: about 220 MB
 
 
-def put_to_sleep(server: Any, timeout_s: float = CALL_TIMEOUT_S) -> httpx.Response:
-    return server.post(wire.SLEEP, wire.SleepRequest(timeout_s).to_json())  # type: ignore[no-any-return]
+def put_to_sleep(server: RunningServer, timeout_s: float = CALL_TIMEOUT_S) -> httpx.Response:
+    return server.post(wire.SLEEP, wire.SleepRequest(timeout_s).to_json())
 
 
 def require_asleep(server: RunningServer, level: int = 2) -> None:
@@ -70,7 +67,7 @@ def sleeper(server: RunningServer, monkeypatch: pytest.MonkeyPatch, request: Any
     return server
 
 
-def push(server: Any, module: torch.nn.Module) -> None:
+def push(server: RunningServer, module: torch.nn.Module) -> None:
     """By memory that both map, as on one machine."""
     round_ = LearnerRound(server, module)
     round_.push_shared().close()
@@ -244,46 +241,23 @@ def test_one_that_may_sleep_does_so_before_it_is_healthy_and_a_push_wakes_it(mod
 # --- processes ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Process:
-    """``swift-stage2 rollout``, as ``LearnerRound`` wants a server."""
-
-    pid: int
-    http: httpx.Client
-    base_url: str
-    versions: Iterator[int]
-
-    def post(self, path: str, body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
-
-    @property
-    def rss(self) -> int:
-        return int(psutil.Process(self.pid).memory_info().rss)
-
-    def info(self) -> wire.ServerInfo:
-        return wire.ServerInfo.from_json(self.http.get(wire.SERVER_INFO).json())
-
-    def infer(self, requests: Sequence[dict[str, Any]], **options: Any) -> httpx.Response:
-        return self.post(
-            wire.INFER, {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
-        )
-
-    def said(self) -> list[Any]:
-        """Tokens and log-probabilities, drawn and greedy, of texts and an image."""
-        asked = [text_request("a"), image_request(60), text_request("b")]
-        replies = [self.infer(asked, **DRAWN), self.infer(asked, logprobs=True)]
-        assert {reply.status_code for reply in replies} == {200}, replies[0].text
-        return [record["response"]["choices"] for reply in replies for record in reply.json()]
-
-
 @contextmanager
-def process(directory: Path, model: Path, *options: str) -> Iterator[Process]:
+def process(directory: Path, model: Path, *options: str) -> Iterator[tuple[RunningServer, Callable[[], int]]]:
+    """``swift-stage2 rollout`` with a client, and its resident memory in bytes."""
     directory.mkdir()
     with (
         server_process(directory, *options, model=model) as (started, base_url),
         httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http,
     ):
-        yield Process(started.pid, http, base_url, iter(range(1, 100)))
+        server = RunningServer(None, None, http, base_url)  # type: ignore[arg-type]
+        yield server, lambda: psutil.Process(started.pid).memory_info().rss
+
+
+def said(server: RunningServer) -> list[Any]:
+    """Tokens and log-probabilities, drawn and greedy, of texts and an image."""
+    asked = [text_request("a"), image_request(60), text_request("b")]
+    answers = [*server.infer(asked, **DRAWN), *server.infer(asked, logprobs=True)]
+    return [(answer.token_ids, answer.log_probs) for answer in answers]
 
 
 @pytest.fixture(scope="module")
@@ -313,23 +287,21 @@ def test_a_process_gives_the_weights_memory_back_and_answers_as_a_fresh_one_afte
             shutil.copy(file, trained)
     num_bytes = sum(parameter.nbytes for parameter in learner.parameters())
     assert num_bytes >= 200e6
-    with process(tmp_path / "fresh", trained) as fresh:
-        expected = fresh.said()
-    with process(tmp_path / "late", wide, "--sleep-level", "2", "--load-when-asked") as server:
-        assert (server.info().state, server.info().manifest) == ("asleep", ())
-        assert server.infer([text_request()]).status_code == 409
+    with process(tmp_path / "fresh", trained) as (server, _):
+        expected = said(server)
+    with process(tmp_path / "late", wide, "--sleep-level", "2", "--load-when-asked") as (server, rss):
+        assert server.state() == "asleep"
+        assert server.post_infer([text_request()]).status_code == 409
         assert put_to_sleep(server).json() == {"state": "asleep"}
-        rss = [server.rss]
+        unloaded, measured = rss(), []
         for _ in range(2):
             push(server, learner)
-            assert server.said() == expected
-            rss.append(server.rss)
+            assert said(server) == expected
+            measured.append(rss())
             assert put_to_sleep(server).json() == {"state": "asleep"}
-            rss.append(server.rss)
-    unloaded, *awake_and_asleep = rss
-    assert unloaded < min(awake_and_asleep) - 0.2 * num_bytes
-    for awake, asleep in zip(awake_and_asleep[::2], awake_and_asleep[1::2], strict=True):
+            measured.append(rss())
+    assert unloaded < min(measured) - 0.2 * num_bytes
+    for awake, asleep in zip(measured[::2], measured[1::2], strict=True):
         assert awake - asleep >= 0.9 * num_bytes
-        assert asleep < awake_and_asleep[1] + 0.1 * num_bytes  # it does not pile up
-    logs = json.dumps([path.read_text() for path in tmp_path.glob("*/log")])
-    assert "Traceback" not in logs
+        assert asleep < measured[1] + 0.1 * num_bytes  # it does not pile up
+    assert "Traceback" not in (tmp_path / "late" / "log").read_text()
