@@ -77,6 +77,7 @@ WITH_A_REFERENCE = {
     "swift.lora_bias": "none",
     f"{GRPO}.kl_weight": 0.05,
 }
+INLINE = {"stage2_ab.mode": "inline"}
 EVALUATED = {f"{EVALUATION}.every_steps": 50, "swift.dataset": ["t.jsonl"]}
 BEST = {
     "swift.val_dataset": ["v.jsonl"],
@@ -170,6 +171,10 @@ REFUSED: list[dict[str, Any]] = [
     sharing(on_vllm(0.6), on_vllm(0.4)),
     sharing(on_vllm(0.4, engine="swift")),
     sharing(on_vllm(0.4), share_devices=False),
+    sharing({"engine": "swift"}) | INLINE | {f"{LEARNER}.devices": [1]},
+    sharing(on_vllm(0.4)) | INLINE | servers_at("http://10.0.0.7:7001"),
+    sharing(on_vllm(0.4)) | {"launch.offload_optimizer": True},
+    sharing(on_vllm(0.4)) | INLINE | {"launch.offload_optimizer": True, "swift.deepspeed": "zero2"},
     # how weights travel
     ON_DISK | launched({"engine": "swift"}),
     {f"{SYNC}.transport": "disk"},
