@@ -276,6 +276,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_a_process_gives_the_weights_memory_back_and_answers_as_a_fresh_one_after_every_install(
     wide: Path, tmp_path: Path
 ) -> None:
