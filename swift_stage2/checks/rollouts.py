@@ -42,12 +42,12 @@ OTHER_PROMPT = (
 )
 
 
-def route_of(session: ServerSession, key: str | None) -> RouteNow:
+def route_of(session: ServerSession, key: str | None, max_turns: int = 1) -> RouteNow:
     """By the route that the server answers, as far as it answers; whether it does is a row of its own."""
     chat_model = None
     with suppress(ServerFault):
         chat_model = session.info(Deadline(_CONNECT_TIMEOUT_S)).chat_model
-    return RouteNow(session.base_url, chat_model, api_key=key)
+    return RouteNow(session.base_url, chat_model, api_key=key, max_turns=max_turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,7 @@ def _rollout(sample: Sample, completion: infer_wire.Completion) -> Rollout:
         seed=_SEED,
         server="",
         spans=(VersionSpan(0, 0, len(completion.token_ids)),),
+        turns=completion.turns,
         **given_by(completion),
     )
 

@@ -108,6 +108,7 @@ def make_channel_b(
         watch_post=telemetry.pipeline.post,
         kinds=servers.kinds,
         columns=needed_columns(config),
+        max_turns=rollout.max_turns,
     )
     evaluation = pinned_evaluation(
         config,

@@ -115,6 +115,7 @@ class VllmRolloutEngine(Engine):
         try:
             self._manifest = generator.manifest()
             self.installs_beside = generator.keeps_requests
+            self.takes_turns = generator.scheduler is not None
             self._become_ready()
             while not generator.is_dead and self._state is EngineState.READY:
                 for job, name in list(self._held.items()):
