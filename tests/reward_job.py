@@ -23,6 +23,7 @@ def run_rewards(
     mode: str = "async",
     target: dict[str, Any] | None = None,
     kl_weight: float = 0.0,
+    max_turns: int = 1,
     **swift: Any,
 ) -> LearnerRun:
     config = write_config(
@@ -42,7 +43,9 @@ def run_rewards(
     )
     written = yaml.safe_load(config.read_text())
     written["stage2_ab"] |= {"objective": objective, "mode": mode}
-    written["rollout"] |= {"num_generations": 4, "decoding": {"max_new_tokens": 100, "temperature": 1.0}}
+    written["stage2_ab"]["channel_b"]["packing"]["packing_length"] *= max_turns
+    decoding = {"max_new_tokens": 100, "temperature": 1.0}
+    written["rollout"] |= {"num_generations": 4, "decoding": decoding, "max_turns": max_turns}
     config.write_text(yaml.safe_dump(written))
     found = run_learner(config, directory, ranks=2)
     assert found.status == 0, found.output[-4000:]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import json
 import math
 from dataclasses import replace
 from itertools import chain
@@ -13,14 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from detection_task import make_task
 from real_model import Rows, make_encoder, make_template, sample_of
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RequestConfig,
-    RolloutInferRequest,
-    UsageInfo,
-)
+from scripted_turns import conversation
 from swift.rollout import MultiTurnScheduler
 
 from swift_stage2.channel_b.detection import DetectionTask
@@ -32,31 +23,11 @@ from swift_stage2.config import MissedOrder, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, VersionSpan
-from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
+from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.telemetry.events import RecordedCompletion
 
 AGAIN = "Look again at the image."
 TIP = "But wait,"
-
-
-class Scripted:
-    """Answers as vLLM would, with what it is given; the prompt's ids are the real template's."""
-
-    def __init__(self, template: Any, answers: list[tuple[int, ...]]) -> None:
-        self.template, self._answers = template, answers
-        template.set_mode("transformers")
-
-    async def infer_async(
-        self, request: RolloutInferRequest, config: RequestConfig
-    ) -> ChatCompletionResponse:
-        turn = {"messages": copy.deepcopy(request.messages), "images": list(request.images)}
-        prompt = self.template.encode(turn)["input_ids"]
-        ids = list(self._answers.pop(0))
-        log_probs = {"content": [{"logprob": -(token % 7) / 8 - place} for place, token in enumerate(ids)]}
-        message = ChatMessage("assistant", self.template.decode_generate_ids(ids))
-        choice = ChatCompletionResponseChoice(0, message, "stop", log_probs, ids)
-        usage = UsageInfo(len(prompt), len(ids), len(prompt) + len(ids))
-        return ChatCompletionResponse("m", [choice], usage, prompt_token_ids=prompt)
 
 
 class LooksAgain(MultiTurnScheduler):
@@ -86,20 +57,6 @@ def encoder() -> Encoder:
 @pytest.fixture(scope="module")
 def sample(rows: Rows) -> Sample:
     return sample_of(rows[0])
-
-
-def conversation(
-    kind: type[MultiTurnScheduler], encoder: Encoder, sample: Sample, texts: list[str]
-) -> tuple[Any, Completion]:
-    """A scheduler's whole answer, and what a learner reads of it."""
-    answers = [encoder.tokenise(text)[0] + encoder.closing_token_ids[:1] for text in texts]
-    template = make_template()
-    scheduler = kind(Scripted(template, answers), max_turns=len(texts), tokenizer=template.tokenizer)
-    request = RolloutInferRequest(**encoder.request(sample))
-    output = asyncio.run(scheduler.run(request, RequestConfig()))
-    record = json.loads(output.model_dump_json())
-    (completion,) = parse_infer_reply([record], 1, {"log_probs"})
-    return output, completion
 
 
 def rollout_of(sample: Sample, found: Completion, advantages: tuple[float, ...] | None) -> Rollout:
