@@ -136,11 +136,6 @@ class Rollout:
         return self.turns[-1][0] if self.turns else 0
 
     @property
-    def earlier_turns(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the turns before the last."""
-        return tuple(self.token_ids[start:end] for start, end in self.turns[:-1])
-
-    @property
     def version(self) -> int:
         """The oldest version that any of its tokens was sampled under."""
         return min(span.version for span in self.spans)

@@ -52,7 +52,8 @@ def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task
         SampleError, MatchingError: the sample cannot be used.
         TaskError: as ``correct_by`` does.
     """
-    rollout = replace(rollout, earlier_texts=tuple(map(encoder.decode, rollout.earlier_turns)))
+    earlier = (rollout.token_ids[start:end] for start, end in rollout.turns[:-1])
+    rollout = replace(rollout, earlier_texts=tuple(map(encoder.decode, earlier)))
     return correct_by(task, rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
 
 
@@ -69,9 +70,10 @@ def make_segment(
         SampleError, MatchingError: the sample cannot be used.
     """
     target = make_target(rollout, prompt, encoder, task)
+    corrected = target
     if rollout.turns:
         encoder.require_trainable(rollout)
-    corrected = _behind(rollout.token_ids[: rollout.last_turn], target)
+        corrected = _behind(rollout.token_ids[: rollout.last_turn], target)
     sequences: list[tuple[Target, float | None]] = [(corrected, task.closing_weight)]
     if rollout.advantages is not None:
         of_tokens, *of_target = rollout.advantages
@@ -87,23 +89,20 @@ def as_sampled(rollout: Rollout, advantage: float, quality: MatchQuality) -> Tar
     assert rollout.log_probs is not None
     num_tokens = len(rollout.token_ids)
     weights = spread((1.0,) * num_tokens, rollout.turns or ((0, num_tokens),), num_tokens, 0.0)
-    behaviour = (
-        log_prob if weight else BEHAVIOUR.filler
-        for log_prob, weight in zip(rollout.log_probs, weights, strict=True)
-    )
+    pairs = zip(rollout.log_probs, weights, strict=True)
+    behaviour = tuple(log_prob if weight else BEHAVIOUR.filler for log_prob, weight in pairs)
     return Target(
         text=rollout.text,
         token_ids=rollout.token_ids,
         weights=weights,
         quality=quality,
-        columns={ADVANTAGES.name: (advantage,) * num_tokens, BEHAVIOUR.name: tuple(behaviour)},
+        columns={ADVANTAGES.name: (advantage,) * num_tokens, BEHAVIOUR.name: behaviour},
     )
 
 
 def _behind(context: tuple[int, ...], target: Target) -> Target:
     """A corrected answer behind what was said before it, which has no weight."""
-    if not (num := len(context)):
-        return target
+    num = len(context)
     beside = {name: tuple(COLUMNS[name].beside(values, num, 0)) for name, values in target.columns.items()}
     return replace(
         target,

@@ -59,8 +59,7 @@ def make_task(config: Stage2Config) -> Task:
         raise ConfigError(
             "a corrected answer takes the place of the last turn, which a task must say that it writes",
             got=f"rollout.max_turns={max_turns} objective={str(stage2_ab.objective)!r} task={stage2_ab.task}",
-            remedy="write objective: grpo, or derive a task with corrects_last_turn = True where every turn is asked "
-            "for the whole answer",
+            remedy="write objective: grpo, or derive a task with corrects_last_turn = True",
         )
     weights = config.stage2_ab.channel_b.reward.weights
     for term in weights:

@@ -107,7 +107,7 @@ class LiveServers:
         for index, server in enumerate(self.config.rollout.servers):
             self.check_run.begin_section(f"Server {index}: {server.base_url}")
             with ServerSession(server.base_url, key) as session:
-                yield index, session, route_of(session, key, self.config.rollout.max_turns)
+                yield index, session, route_of(session, key)
 
     def _examine_server(
         self,

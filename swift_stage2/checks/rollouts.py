@@ -42,12 +42,12 @@ OTHER_PROMPT = (
 )
 
 
-def route_of(session: ServerSession, key: str | None, max_turns: int = 1) -> RouteNow:
+def route_of(session: ServerSession, key: str | None) -> RouteNow:
     """By the route that the server answers, as far as it answers; whether it does is a row of its own."""
     chat_model = None
     with suppress(ServerFault):
         chat_model = session.info(Deadline(_CONNECT_TIMEOUT_S)).chat_model
-    return RouteNow(session.base_url, chat_model, api_key=key, max_turns=max_turns)
+    return RouteNow(session.base_url, chat_model, api_key=key)
 
 
 @dataclass(frozen=True, slots=True)

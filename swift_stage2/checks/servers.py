@@ -201,9 +201,7 @@ def identify(session: ServerSession, config: Stage2Config, deadline: Deadline) -
         raise ConfigError(
             "a rollout server must run a scheduler of several turns iff rollout.max_turns is above 1",
             got=f"{does} at {base_url} and max_turns={config.rollout.max_turns}",
-            remedy="start it without --multi_turn_scheduler, or write max_turns: 2 or more"
-            if info.takes_turns
-            else "start swift rollout, or our server on vLLM, with --multi_turn_scheduler NAME, or leave max_turns out",
+            remedy="start it with --multi_turn_scheduler NAME and write max_turns: 2 or more, or do neither",
         )
     if info.stock and not vllm_is_installed():
         raise ConfigError(

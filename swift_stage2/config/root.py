@@ -233,8 +233,7 @@ class Stage2Config:
             if self.rollout.max_turns > 1 and process.engine is ServerEngine.TRANSFORMERS:
                 raise ConfigError(
                     "rollout.max_turns above 1 needs servers on vLLM, which run ms-swift's schedulers",
-                    got=f"max_turns={self.rollout.max_turns} and launch.servers[{index}].engine="
-                    f"{str(process.engine)!r}",
+                    got=f"launch.servers[{index}].engine={str(process.engine)!r}",
                     remedy="write engine: vllm or swift, with args: {multi_turn_scheduler: NAME, max_turns: N}",
                 )
 

@@ -108,7 +108,6 @@ def make_channel_b(
         watch_post=telemetry.pipeline.post,
         kinds=servers.kinds,
         columns=needed_columns(config),
-        max_turns=rollout.max_turns,
     )
     evaluation = pinned_evaluation(
         config,

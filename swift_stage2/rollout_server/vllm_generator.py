@@ -164,7 +164,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         output = await run(wanted, _request_config(request), pre_infer_hook=before_start)
         if isinstance(output, list):
             raise ProtocolError(
-                f"a scheduler must return one output per request, got a list of {len(output)}"
+                f"a scheduler must return one output per request, got {len(output)} in a list"
             )
         response = output if self.scheduler is None else output.response
         choice = response.choices[0]
@@ -176,10 +176,8 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             images_size=tuple((width, height) for width, height in response.images_size or ()),
             log_probs=_log_probs(choice.logprobs) if request.sampling.logprobs else None,
         )
-        whole = last
-        if self.scheduler is not None:
-            said = Turns.from_json(vars(output))
-            whole = as_one(last, said, needs_log_probs=bool(request.sampling.logprobs))
+        said = Turns() if self.scheduler is None else Turns.from_json(vars(output))
+        whole = as_one(last, said, needs_log_probs=bool(request.sampling.logprobs))
         spans = _of_all(turns, len(whole.prompt_token_ids), len(last.prompt_token_ids + last.token_ids))
         return replace(whole, **weights_of(spans))
 

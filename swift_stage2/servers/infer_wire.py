@@ -39,8 +39,8 @@ _LogProb: TypeAlias = Annotated[
 ]  # what float32 has as a number
 
 # JSON spells an id in at most 8 bytes, a token's text and its log-probability in some more; a prompt's ids come back as
-# well, some ten thousands where images are large, and stock servers echo messages.
-_BYTES_OF_A_PROMPT = 512 << 10
+# well, some ten thousands where images are large or turns came before, those with log-probabilities and as messages.
+_BYTES_OF_A_PROMPT = 2 << 20
 _BYTES_OF_A_TOKEN = 512
 _MEDIA = ("images", "videos", "audios")
 

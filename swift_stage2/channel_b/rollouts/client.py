@@ -65,8 +65,6 @@ class RolloutClient:
     """By base URL what servers are; any other is a stock ``swift rollout``."""
     columns: tuple[Column, ...] = ()
     """Asked for with whatever brings no settings of its own."""
-    max_turns: int = 1
-    """Turns that an answer may have."""
 
     def __post_init__(self, run_seed: int) -> None:
         self._num_submissions = 0

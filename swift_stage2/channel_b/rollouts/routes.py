@@ -42,11 +42,7 @@ _ENDS = {
 
 
 class InferRoute(ServerHttp):
-    """One server that answers ``/infer/``, in ``max_turns`` turns at most."""
-
-    def __init__(self, base_url: str, *, api_key: str | None, max_turns: int = 1) -> None:
-        super().__init__(base_url, api_key=api_key)
-        self._max_turns = max_turns
+    """One server that answers ``/infer/``."""
 
     async def generate(
         self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
@@ -54,7 +50,7 @@ class InferRoute(ServerHttp):
         """Asks for one completion per request, in order."""
         asked = [{**request, infer_wire.REQUEST_ID: uuid.uuid4().hex} for request in requests]
         body = {"infer_requests": asked, "request_config": config}
-        most_bytes = infer_wire.most_infer_bytes(len(requests), config["max_tokens"] * self._max_turns)
+        most_bytes = infer_wire.most_infer_bytes(len(requests), config["max_tokens"])
         try:
             record = await self.ask("POST", wire.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
             completions = infer_wire.parse_infer_reply(record, len(requests), asked_by(config))
@@ -168,10 +164,8 @@ class ChatRoute(InferRoute):
 class RouteNow:
     """One server's route for callers without an event loop: a call at a time, each waited for."""
 
-    def __init__(
-        self, base_url: str, chat_model: str | None, *, api_key: str | None, max_turns: int = 1
-    ) -> None:
-        self._route = route_to(base_url, chat_model, api_key=api_key, max_turns=max_turns)
+    def __init__(self, base_url: str, chat_model: str | None, *, api_key: str | None) -> None:
+        self._route = route_to(base_url, chat_model, api_key=api_key)
 
     def generate(
         self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
@@ -180,8 +174,8 @@ class RouteNow:
         return run(self._route.generate(requests, config, timeout_s=timeout_s))
 
 
-def route_to(base_url: str, chat_model: str | None, *, api_key: str | None, max_turns: int = 1) -> InferRoute:
+def route_to(base_url: str, chat_model: str | None, *, api_key: str | None) -> InferRoute:
     """The way to a server; ``chat_model`` is there if it is a plain ``vllm serve``."""
     if chat_model is None:
-        return InferRoute(base_url, api_key=api_key, max_turns=max_turns)
+        return InferRoute(base_url, api_key=api_key)
     return ChatRoute(base_url, model=chat_model, api_key=api_key)

@@ -65,7 +65,7 @@ class ServerClient:
         self._client = client
         self._loop = client.loop
         self._num_places = num_places
-        self._route = route_to(base_url, kind.chat_model, api_key=client.api_key, max_turns=client.max_turns)
+        self._route = route_to(base_url, kind.chat_model, api_key=client.api_key)
         self._lock = threading.Lock()
         self._waiting: deque[Ask] = deque()
         self._limit = PlaceLimit()
