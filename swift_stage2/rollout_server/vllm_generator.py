@@ -190,7 +190,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             for span in getattr(output, "weight_versions", None) or ()
         ]
         spans = spans or [(self._stamps[self._label], len(output.token_ids))]
-        _turns.get().append((len(result.prompt_token_ids), spans))
+        _turns.get([]).append((len(result.prompt_token_ids), spans))
         return response
 
     def _add_request(self, *arguments: Any, **options: Any) -> Any:

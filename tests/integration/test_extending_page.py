@@ -28,7 +28,7 @@ from real_model import (
     sample_of,
 )
 from scripted_turns import conversation
-from swift.rollout import multi_turn
+from swift.rollout import multi_turns
 from swift.utils import import_external_file
 from torchrun_job import RECORDER, TEMPLATE, LearnerRun, Server, run_learner, write_config
 
@@ -273,8 +273,7 @@ def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
 def test_a_second_turn_is_asked_for_and_corrected(
     load: Any, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multi_turn, "multi_turns", multi_turns := multi_turn.multi_turns)
-    monkeypatch.setitem(multi_turns, "look_again", None)
+    monkeypatch.setitem(multi_turns, "look_again", None)  # gone afterwards
     load("look_again.py")
     load("second_look.py")
     (settings,) = (each for each in SETTINGS if "rollout" in each)
