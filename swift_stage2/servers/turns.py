@@ -23,8 +23,8 @@ def place_turns(
     """Where the answer begins in the ids of a conversation, which end with its last turn, and its sampled turns.
 
     ``turns`` are the assistant's messages and ``masks`` has 1 for each of their tokens that the model sampled, 0 for
-    one that a scheduler put in. A turn stands where the most of the last one's header comes before it, the later one
-    of two such places: an answer that says nothing but its end of turn is not found in every other message.
+    one that a scheduler put in. A turn stands where the tokens before it are most like those before the last one, at
+    the later of two such places: one that is nothing but an end of turn must not be found at every message's end.
 
     Returns:
         The position of the first turn, and each unbroken run of sampled tokens, counted from there.
