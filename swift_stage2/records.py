@@ -124,6 +124,16 @@ class Rollout:
     log_probs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None  # of its tokens; of its corrected answer, if that is trained
     seconds: float = 0.0
+    turns: tuple[tuple[int, int], ...] = ()
+    """Runs of tokens ``start <= i < end`` that the model sampled, between which an environment spoke; none: all of
+    them. ``text`` is the last one's."""
+    earlier_texts: tuple[str, ...] = ()
+    """Of the turns before the last, in order; a task finds them."""
+
+    @property
+    def last_turn(self) -> int:
+        """The place of its first token."""
+        return self.turns[-1][0] if self.turns else 0
 
     @property
     def version(self) -> int:

@@ -184,6 +184,7 @@ class ServerInfo(Message):
     state: Text | None = None
     manifest: Many[TensorSpec] = ()
     chat_model: Text | None = None
+    takes_turns: Flag = False  # it runs a scheduler of several turns
 
     @property
     def is_swift_rollout(self) -> bool:

@@ -197,14 +197,26 @@ def test_another_program_is_no_stock_server(
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
 
 
-@pytest.mark.parametrize("option", ["enable_multi_turn", "use_gym_env"])
-def test_a_server_that_takes_turns_is_refused(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, option: str
+@pytest.mark.parametrize(
+    ("option", "max_turns", "words"),
+    [
+        ("enable_multi_turn", 1, "iff rollout.max_turns is above 1, got several turns at {} and max_turns=1"),
+        ("engine_type", 2, "iff rollout.max_turns is above 1, got one turn at {} and max_turns=2"),
+        ("use_gym_env", 2, "a gym's is its environment's, got use_gym_env at {}"),
+        ("enable_multi_turn", 2, ""),
+    ],
+)
+def test_a_server_takes_turns_iff_the_run_does(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, option: str, max_turns: int, words: str
 ) -> None:
     said = {"engine_type": "GRPOVllmEngine", "enable_multi_turn": False, "use_gym_env": False, option: True}
     server.on_reset = lambda call: Answer(body=json.dumps(said).encode())
-    with pytest.raises(ConfigError, match=f"must answer in one turn, .*got {option} at {server.url}"):
-        wait_for_servers(configure(server.url), SingleRank())
+    config = configure(server.url, max_turns=max_turns)
+    if not words:
+        wait_for_servers(config, SingleRank())
+        return
+    with pytest.raises(ConfigError, match=words.format(server.url)):
+        wait_for_servers(config, SingleRank())
 
 
 @pytest.mark.slow

@@ -177,6 +177,7 @@ REFUSED: list[dict[str, Any]] = [
     sharing(on_vllm(0.4)) | INLINE | {"launch.offload_optimizer": True, "swift.deepspeed": "zero2"},
     # how weights travel
     ON_DISK | launched({"engine": "swift"}),
+    {"rollout.max_turns": 2} | launched({"engine": "transformers"}),
     {f"{SYNC}.transport": "disk"},
     ON_DISK | {f"{SYNC}.disk_directory": "weights"},
     # keys that are unknown, misplaced, retired or missing

@@ -135,6 +135,11 @@ class Encoder:
         tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(tokens["input_ids"]), tuple((start, end) for start, end in tokens["offset_mapping"])
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a turn that was sampled, without the end of turn."""
+        ended = bool(token_ids) and self.closing_token_ids[:1] == tuple(token_ids[-1:])
+        return str(self._tokenizer.decode(token_ids[:-1] if ended else token_ids))
+
     def encode_segment(
         self,
         rollout: Rollout,

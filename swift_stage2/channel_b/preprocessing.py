@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
 from swift_stage2.channel_b.task import TOTAL, Task, correct_by
-from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, stand_ins
+from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
 from swift_stage2.errors import MatchingError, SampleError
 from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Segment, Target
+from swift_stage2.servers.turns import spread
 
 Refusal = SampleError | MatchingError
 _FoundT = TypeVar("_FoundT")
@@ -51,6 +52,8 @@ def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task
         SampleError, MatchingError: the sample cannot be used.
         TaskError: as ``correct_by`` does.
     """
+    earlier = (rollout.token_ids[start:end] for start, end in rollout.turns[:-1])
+    rollout = replace(rollout, earlier_texts=tuple(map(encoder.decode, earlier)))
     return correct_by(task, rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
 
 
@@ -61,32 +64,53 @@ def make_segment(
 
     The segment carries that answer, or, of a rollout with advantages, its tokens as they were sampled; the corrected
     answer beside them where it has an advantage, too, and a pack holds both. Tokens whose advantage is 0 are left out
-    where something is left.
+    where something is left. Of several turns the last one is corrected, behind all that was said before it.
 
     Raises:
         SampleError, MatchingError: the sample cannot be used.
     """
     target = make_target(rollout, prompt, encoder, task)
-    sequences: list[tuple[Target, float | None]] = [(target, task.closing_weight)]
+    corrected = target
+    if rollout.turns:
+        encoder.require_trainable(rollout)
+        corrected = _behind(rollout.token_ids[: rollout.last_turn], target)
+    sequences: list[tuple[Target, float | None]] = [(corrected, task.closing_weight)]
     if rollout.advantages is not None:
         of_tokens, *of_target = rollout.advantages
         closing = encoder.closing_token_ids, task.closing_weight
-        sequences = [(_as_trained(target, advantage, *closing), None) for advantage in of_target]
+        sequences = [(_as_trained(corrected, advantage, *closing), None) for advantage in of_target]
         if of_tokens or not sequences:
             sequences.insert(0, (as_sampled(rollout, of_tokens, target.quality), None))
     return encoder.encode_segment(rollout, prompt, sequences), target
 
 
 def as_sampled(rollout: Rollout, advantage: float, quality: MatchQuality) -> Target:
-    """A rollout's own tokens as a target."""
+    """A rollout's own tokens as a target; those that the model did not sample have no weight."""
     assert rollout.log_probs is not None
     num_tokens = len(rollout.token_ids)
+    weights = spread((1.0,) * num_tokens, rollout.turns or ((0, num_tokens),), num_tokens, 0.0)
+    pairs = zip(rollout.log_probs, weights, strict=True)
+    behaviour = tuple(log_prob if weight else BEHAVIOUR.filler for log_prob, weight in pairs)
     return Target(
         text=rollout.text,
         token_ids=rollout.token_ids,
-        weights=(1.0,) * num_tokens,
+        weights=weights,
         quality=quality,
-        columns={ADVANTAGES.name: (advantage,) * num_tokens, BEHAVIOUR.name: rollout.log_probs},
+        columns={ADVANTAGES.name: (advantage,) * num_tokens, BEHAVIOUR.name: behaviour},
+    )
+
+
+def _behind(context: tuple[int, ...], target: Target) -> Target:
+    """A corrected answer behind what was said before it, which has no weight."""
+    num = len(context)
+    beside = {name: tuple(COLUMNS[name].beside(values, num, 0)) for name, values in target.columns.items()}
+    return replace(
+        target,
+        token_ids=context + target.token_ids,
+        weights=(0.0,) * num + target.weights,
+        columns=beside,
+        alternatives=tuple((num + place, token) for place, token in target.alternatives),
+        duplicates=tuple((num + place, token) for place, token in target.duplicates),
     )
 
 
@@ -181,8 +205,10 @@ class Preprocessor:
         target = make_target(rollout, prompt, self._encoder, self._task)
         if not with_target:
             return ScoredRollout(target, prompt.space)
-        answer = replace(rollout, text=target.text, token_ids=target.token_ids, truncated=False)
-        said = replace(answer, **stand_ins(len(target.token_ids)))
+        token_ids = rollout.token_ids[: rollout.last_turn] + target.token_ids
+        turns = (*rollout.turns[:-1], (rollout.last_turn, len(token_ids))) if rollout.turns else ()
+        answer = replace(rollout, text=target.text, token_ids=token_ids, turns=turns, truncated=False)
+        said = replace(answer, **stand_ins(len(token_ids)))
         right = make_target(said, prompt, self._encoder, self._task)
         return ScoredRollout(target, prompt.space, right.quality.reward[TOTAL])
 

@@ -95,6 +95,8 @@ class Task(ABC):
     """Names of metrics of its own, which evaluations report beside the shipped ones. See ``Target.metrics``."""
     similarity: ClassVar[str] = "IoU"
     """The doctor's word for what ``MatchQuality.sum_iou`` adds up over pairs."""
+    corrects_last_turn: ClassVar[bool] = False
+    """Whether ``correct`` writes what the last of several turns should have said: that is its answer's place."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Names of the columns that it needs servers to give: it finds the values, one per token id, in a rollout's field
     of that name."""
@@ -155,7 +157,8 @@ class Task(ABC):
     def reward(self, rollout: Rollout, truth: Any, target: Target) -> Mapping[str, float]:
         """How good the rollout is, by the names in ``reward_terms``: the larger the better. See ``reward_terms``.
 
-        ``target`` is what ``correct`` gave for it. Nothing random, no clock: the same rollout has the same reward.
+        ``target`` is what ``correct`` gave for it. Nothing random, no clock: the same rollout has the same reward. Of
+        several turns, which are all trained by it, ``rollout.earlier_texts`` are those before ``rollout.text``.
         """
         return reward_terms(target.quality)
 

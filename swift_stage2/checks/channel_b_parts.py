@@ -47,12 +47,20 @@ def make_task(config: Stage2Config) -> Task:
     """The task that ``stage2_ab.task`` names.
 
     Raises:
-        ConfigError: nobody has registered it or a column that it needs, it does not like its settings, or its reward
-            has no term of a name that has a weight.
+        ConfigError: nobody has registered it or a column that it needs, it does not like its settings, its reward has
+            no term of a name that has a weight, or it corrects no last turn and would have to.
     """
     needed_columns(config)
     kind = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
     kind.read_settings(config)
+    stage2_ab, max_turns = config.stage2_ab, config.rollout.max_turns
+    trains_targets = stage2_ab.trains_targets_beside or not stage2_ab.uses_rewards
+    if max_turns > 1 and trains_targets and not kind.corrects_last_turn:
+        raise ConfigError(
+            "a corrected answer takes the place of the last turn, which a task must say that it writes",
+            got=f"rollout.max_turns={max_turns} objective={str(stage2_ab.objective)!r} task={stage2_ab.task}",
+            remedy="write objective: grpo, or derive a task with corrects_last_turn = True",
+        )
     weights = config.stage2_ab.channel_b.reward.weights
     for term in weights:
         find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term, "name one of them")

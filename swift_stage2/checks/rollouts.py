@@ -160,6 +160,7 @@ def _rollout(sample: Sample, completion: infer_wire.Completion) -> Rollout:
         seed=_SEED,
         server="",
         spans=(VersionSpan(0, 0, len(completion.token_ids)),),
+        turns=completion.turns,
         **given_by(completion),
     )
 

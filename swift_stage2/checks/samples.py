@@ -102,12 +102,12 @@ def check_sample(
             remedy="mend them",
         ) from error
     task.check_answer(answer, truth, encoder.normalise)
-    packing_length, max_new_tokens = _limits(config)
-    needed = len(prompt.token_ids) + max_new_tokens
+    packing_length, (most, told) = _limits(config)[0], _longest_answer(config)
+    needed = len(prompt.token_ids) + most
     if packing_length < needed:
         raise ConfigError(
             f"{_PACKING_LENGTH} must hold a prompt and its answer",
-            got=f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + max_new_tokens {max_new_tokens}",
+            got=f"packing_length={packing_length} < prompt {len(prompt.token_ids)} + {told}",
             remedy=f"write packing_length: {needed} or more",
         )
 
@@ -239,7 +239,8 @@ class RowLengths:
     def troubles(self, config: Stage2Config) -> list[tuple[str, str]]:
         """Rows that do not fit, each kind with what to write."""
         packing_length, max_new_tokens = _limits(config)
-        needed, found = self.longest_prompt + max_new_tokens, []
+        (most, told), found = _longest_answer(config), []
+        needed = self.longest_prompt + most
         if self.num_unusable:
             found.append(
                 (
@@ -251,7 +252,7 @@ class RowLengths:
         if not self.num_long_segments and packing_length < needed:
             found.append(
                 (
-                    f"the longest prompt of {self.longest_prompt} tokens and max_new_tokens {max_new_tokens} are more "
+                    f"the longest prompt of {self.longest_prompt} tokens and {told} are more "
                     f"than packing_length {packing_length}: such samples may be quarantined",
                     f"write {_PACKING_LENGTH}: {needed} or more",
                 )
@@ -275,6 +276,12 @@ _NOTES = TypeAdapter(RowLengths)
 
 def _limits(config: Stage2Config) -> tuple[int, int]:
     return config.stage2_ab.channel_b.packing.packing_length, config.rollout.decoding.max_new_tokens
+
+
+def _longest_answer(config: Stage2Config) -> tuple[int, str]:
+    """Tokens that the model says at most, and how that is told."""
+    most, turns = config.rollout.decoding.max_new_tokens, config.rollout.max_turns
+    return most * turns, f"max_new_tokens {most}" + (f" * max_turns {turns}" if turns > 1 else "")
 
 
 def measure_lengths(

@@ -10,7 +10,7 @@ import importlib.util
 import ipaddress
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.checks.model import check_model
@@ -21,7 +21,7 @@ from swift_stage2.runtime.network import ANY_ADDRESS, is_here, refuse_busy, reso
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_turns_option, ask_world_size
+from swift_stage2.servers.stock import GYM_OPTION, TURNS_OPTION, ask_turns_options, ask_world_size
 from swift_stage2.wire import ServerInfo
 
 
@@ -188,12 +188,21 @@ def identify(session: ServerSession, config: Stage2Config, deadline: Deadline) -
     base_url = session.base_url
     if info.is_swift_rollout:
         ask_world_size(session, deadline)
-        if option := ask_turns_option(session, deadline):
+        turns = ask_turns_options(session, deadline)
+        if GYM_OPTION in turns:
             raise ConfigError(
-                "a rollout server must answer in one turn, of several the last would be trained as if it were all",
-                got=f"{option} at {base_url}",
-                remedy="start it without --multi_turn_scheduler and --use_gym_env",
+                "a rollout server must be asked the learner's prompt, and a gym's is its environment's",
+                got=f"{GYM_OPTION} at {base_url}",
+                remedy="start it without --use_gym_env",
             )
+        info = replace(info, takes_turns=TURNS_OPTION in turns)
+    if info.takes_turns != (config.rollout.max_turns > 1):
+        does = "several turns" if info.takes_turns else "one turn"
+        raise ConfigError(
+            "a rollout server must run a scheduler of several turns iff rollout.max_turns is above 1",
+            got=f"{does} at {base_url} and max_turns={config.rollout.max_turns}",
+            remedy="start it with --multi_turn_scheduler NAME and write max_turns: 2 or more, or do neither",
+        )
     if info.stock and not vllm_is_installed():
         raise ConfigError(
             f"{base_url} is no server of ours and takes weights over vLLM's own group: vLLM must be installed beside "

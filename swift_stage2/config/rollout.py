@@ -157,8 +157,10 @@ class RolloutConfig:
     """Rollouts of every row that channel B draws, to be compared with each other by their rewards."""
     max_inflight_per_server: Annotated[int, Field(ge=1, le=MAX_REQUESTS_PER_POST)] = 16
     """Prompts that all ranks together may have running on one server."""
+    max_turns: Count = 1
+    """Turns that a rollout may have; above 1 every server must run one of ms-swift's schedulers."""
     request_timeout_s: Positive = 240.0
-    """Deadline of one POST to ``/infer/``."""
+    """Deadline of one POST to ``/infer/``, of all its turns."""
     start_timeout_s: Positive = 600.0
     """The longest wait at the start of a run for all servers. A server that is absent then joins when it answers."""
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -257,6 +257,12 @@ class Stage2Config:
                     got=f"a stock one at launch.servers[{index}].engine={str(process.engine)!r}",
                     remedy="write transport: auto, or engine: vllm",
                 )
+            if self.rollout.max_turns > 1 and process.engine is ServerEngine.TRANSFORMERS:
+                raise ConfigError(
+                    "rollout.max_turns above 1 needs servers on vLLM, which run ms-swift's schedulers",
+                    got=f"launch.servers[{index}].engine={str(process.engine)!r}",
+                    remedy="write engine: vllm or swift, with args: {multi_turn_scheduler: NAME, max_turns: N}",
+                )
 
 
 def load_config(path: str | PathLike[str]) -> Stage2Config:

@@ -218,5 +218,6 @@ class _Steps:
             server="the record",
             spans=tuple(VersionSpan(*span) for span in told.spans),
             advantages=self._advantages.get(sample),
+            turns=told.turns,
             **columns,
         )

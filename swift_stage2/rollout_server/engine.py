@@ -168,6 +168,8 @@ class Engine(ABC):
     name: str
     installs_beside = True
     """True: the slot calls ``install`` while jobs are open. False: it waits until all jobs have ended."""
+    takes_turns = False
+    """True: a scheduler of ms-swift's carries a conversation on; known once it is ready."""
 
     def __init__(self, model: str, sleep_mode: SleepMode = AWAKE) -> None:
         self.model = model

@@ -125,6 +125,7 @@ class RolloutService:
             run_id=stamp.run_id,
             state=self._state(),
             manifest=self.engine.manifest(),
+            takes_turns=self.engine.takes_turns,
         ).to_json()
 
     async def _infer(self, request: Request) -> Response:

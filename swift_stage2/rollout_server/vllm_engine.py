@@ -120,6 +120,7 @@ class VllmRolloutEngine(Engine):
         try:
             self._manifest = generator.manifest()
             self.installs_beside = generator.keeps_requests
+            self.takes_turns = generator.scheduler is not None
             if self.sleep_mode.level:
                 await generator.sleep(self.sleep_mode.level)
             self._become_ready()

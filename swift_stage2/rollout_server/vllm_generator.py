@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from swift_stage2.compat import declare_operators
-from swift_stage2.errors import UserError
+from swift_stage2.errors import ProtocolError, UserError
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, WeightStamp, weights_of
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
 from swift_stage2.rollout_server.vllm_weights import WORKER_EXTENSION, Report, in_place_of
-from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.servers.infer_wire import Completion, Turns, as_one
 from swift_stage2.wire import TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
@@ -33,14 +35,16 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from swift_stage2.checks.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
-# What a round's merged weights and one turn allow of the arguments of `swift rollout`.
+# What a round's merged weights and the learner's prompts allow of the arguments of `swift rollout`.
 _SERVED = {
     "vllm_data_parallel_size": 1,
     "vllm_enable_lora": False,
     "adapters": [],
-    "multi_turn_scheduler": None,
     "use_gym_env": False,
 }
+Spans = list[tuple[WeightStamp, int]]
+_turns = ContextVar[list[tuple[int, Spans]]]("turns")
+"""Of the request that a task answers: of each turn the prompt's length, and which weights sampled how many tokens."""
 __all__ = ["EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
 
 
@@ -85,6 +89,10 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False, sleeps: b
     VllmGenerator.trusts_code = trusts_code
     generator = VllmGenerator(**options)
     seal_template(generator.template)
+    if arguments.multi_turn_scheduler:
+        from swift.pipelines.infer.rollout import get_rollout_engine_type
+
+        generator.scheduler = get_rollout_engine_type(arguments, generator)
     return generator
 
 
@@ -104,6 +112,8 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
     trusts_code = False
     """True if server and workers may run the checkpoint's own Python code."""
+    scheduler: Any = None
+    """ms-swift's scheduler of several turns; None without one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -138,6 +148,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         Raises:
             JobAborted: ``is_aborted`` was true when the request had been encoded.
             SampleError: an image that is none.
+            ProtocolError: a scheduler that gives a list, or turns that are not in its conversation.
             EngineDeadError: vLLM's processes have died.
             Exception: whatever ms-swift's template or vLLM raises on a request it cannot take.
         """
@@ -150,17 +161,28 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
         images = await asyncio.to_thread(decode_images, request, is_aborted, self.template)
         wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
-        response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
+        turns: list[tuple[int, Spans]] = []
+        _turns.set(turns)
+        run = self.infer_async if self.scheduler is None else self.scheduler.run
+        output = await run(wanted, _request_config(request), pre_infer_hook=before_start)
+        if isinstance(output, list):
+            raise ProtocolError(
+                f"a scheduler must return one output per request, got {len(output)} in a list"
+            )
+        response = output if self.scheduler is None else output.response
         choice = response.choices[0]
-        return Completion(
+        last = Completion(
             text=choice.message.content,
             token_ids=tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
             prompt_token_ids=tuple(response.prompt_token_ids),
             images_size=tuple((width, height) for width, height in response.images_size or ()),
             log_probs=_log_probs(choice.logprobs) if request.sampling.logprobs else None,
-            **weights_of(response.stage2_spans),
         )
+        said = Turns() if self.scheduler is None else Turns.from_json(vars(output))
+        whole = as_one(last, said, needs_log_probs=bool(request.sampling.logprobs))
+        spans = _of_all(turns, len(whole.prompt_token_ids), len(last.prompt_token_ids + last.token_ids))
+        return replace(whole, **weights_of(spans))
 
     def _create_chat_completion_response(self, result: Any, *arguments: Any, **options: Any) -> Any:
         """ms-swift's, with what vLLM says of the weights that sampled its tokens."""
@@ -170,7 +192,8 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             (self._stamps[span.version], span.end - span.start)
             for span in getattr(output, "weight_versions", None) or ()
         ]
-        response.stage2_spans = spans or [(self._stamps[self._label], len(output.token_ids))]
+        spans = spans or [(self._stamps[self._label], len(output.token_ids))]
+        _turns.get([]).append((len(result.prompt_token_ids), spans))
         return response
 
     def _add_request(self, *arguments: Any, **options: Any) -> Any:
@@ -246,6 +269,18 @@ def request_failure(error: Exception) -> Exception:
     if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
         return error.__cause__
     return error
+
+
+def _of_all(turns: Sequence[tuple[int, Spans]], first: int, end: int) -> Spans:
+    """The weights of all tokens from ``first`` to ``end``: those of a turn hold until the next one begins."""
+    found, place = Spans(), first
+    for (_, spans), until in zip(turns, [*(start for start, _ in turns[1:]), end], strict=True):
+        for number, (stamp, num_tokens) in enumerate(spans, 1):
+            stop = until if number == len(spans) else min(place + num_tokens, until)
+            found.append((stamp, stop - place))
+            place = stop
+    of_one = groupby(found, key=lambda span: span[0])
+    return [(stamp, sum(num_tokens for _, num_tokens in run)) for stamp, run in of_one]
 
 
 def _request_config(request: GenerationRequest) -> RequestConfig:

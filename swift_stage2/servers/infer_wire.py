@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import chain, compress
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, AliasPath, BeforeValidator, ConfigDict, Field
@@ -16,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from swift_stage2.columns import LOG_PROBS, Column, request_options
 from swift_stage2.errors import ProtocolError
+from swift_stage2.servers.turns import place_turns, spread
 from swift_stage2.wire import (
     CLOSED,
     OPEN,
@@ -26,6 +28,7 @@ from swift_stage2.wire import (
     Message,
     Number,
     Text,
+    ValueT,
     read,
 )
 
@@ -36,9 +39,10 @@ _LogProb: TypeAlias = Annotated[
 ]  # what float32 has as a number
 
 # JSON spells an id in at most 8 bytes, a token's text and its log-probability in some more; a prompt's ids come back as
-# well, some ten thousands where images are large, and stock servers echo messages.
-_BYTES_OF_A_PROMPT = 512 << 10
+# well, some ten thousands where images are large or turns came before, those with log-probabilities and as messages.
+_BYTES_OF_A_PROMPT = 2 << 20
 _BYTES_OF_A_TOKEN = 512
+_MEDIA = ("images", "videos", "audios")
 
 REQUEST_ID = "uuid"  # of an infer request, as ms-swift calls it: our server stamps its answer with it
 
@@ -159,11 +163,19 @@ def _of_whole(reason: str | None) -> str | None:
     return reason
 
 
+def _without_pictures(infos: Any) -> Any:
+    if isinstance(infos, dict) and (media := [name for name in _MEDIA if infos.get(name)]):
+        raise ValueError(f"an environment must bring text alone, got {media[0]}")
+    return infos
+
+
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", populate_by_name=True))
 class Completion(Message):
     """One answer of ``/infer/``: what the model sampled, verbatim, and what the server adds to it.
 
-    Read from ms-swift's ``RolloutOutput``, in which each field has the place that stands beside it.
+    Read from ms-swift's ``RolloutOutput``, in which each field has the place that stands beside it. Of a conversation
+    of several turns ``token_ids`` are all behind the first prompt, what the environment said included, and ``text`` is
+    the last turn's.
     """
 
     text: Text = Field(validation_alias=AliasPath(*_CHOICE, "message", "content"))
@@ -180,6 +192,7 @@ class Completion(Message):
     log_probs: Annotated[Many[_LogProb] | None, BeforeValidator(_log_probs)] = Field(
         default=None, validation_alias=AliasPath(*_CHOICE, "logprobs")
     )
+    """One per token; 0 of what the environment said."""
     weight_version: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "weight_version"))
     """The newest. Stamped by our server, as is the rest; ``seed`` by a merger that shared a POST among callers."""
     spans: Many[tuple[Int | None, Int]] = Field(default=(), validation_alias=AliasPath(*_STAMP, "spans"))
@@ -188,6 +201,55 @@ class Completion(Message):
     seed: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "seed"))
     request_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "request_id"))
     """Of the request that it answers; a stock server names none."""
+    turns: Many[tuple[Int, Int]] = ()
+    """Runs of tokens ``start <= i < end`` that the model sampled; none where it sampled all of them."""
+
+    @property
+    def first_turn(self) -> tuple[int, ...]:
+        """The tokens that were sampled before an environment said anything."""
+        start, end = self.turns[0] if self.turns else (0, len(self.token_ids))
+        return self.token_ids[start:end]
+
+
+_Lists: TypeAlias = Annotated[Many[Many[ValueT]], BeforeValidator(lambda said: said or ())]
+
+
+@dataclass(frozen=True, slots=True, config=OPEN)
+class Turns(Message):
+    """What ms-swift's schedulers add to an answer: a list per message of the assistant's; none without a scheduler."""
+
+    token_ids: _Lists[Int] = Field(default=(), validation_alias="response_token_ids")
+    masks: _Lists[Annotated[Int, Field(ge=0, le=1)]] = Field(
+        default=(), validation_alias="response_loss_mask"
+    )
+    log_probs: _Lists[_LogProb] = Field(default=(), validation_alias="rollout_logprobs")
+    """Of sampled tokens alone."""
+    infos: Annotated[Any, AfterValidator(_without_pictures)] = Field(
+        default=None, validation_alias="rollout_infos"
+    )
+
+
+def as_one(last: Completion, said: Turns, *, needs_log_probs: bool) -> Completion:
+    """All turns that were ``said`` as one answer; ``last`` is the last one. Raises ProtocolError: they do not fit."""
+    if not said.token_ids:
+        return replace(last, turns=()) if last.turns else last
+    token_ids = last.prompt_token_ids + last.token_ids
+    masks = said.masks or tuple((1,) * len(turn) for turn in said.token_ids)
+    first, turns = place_turns(token_ids, said.token_ids, masks)
+    num_tokens, num_sampled = len(token_ids) - first, sum(end - start for start, end in turns)
+    log_probs = tuple(chain.from_iterable(said.log_probs))
+    if (log_probs or needs_log_probs) and len(log_probs) != num_sampled:
+        raise ProtocolError(
+            f"rollout_logprobs must have one value per sampled token, got num_values={len(log_probs)} "
+            f"num_tokens={num_sampled}"
+        )
+    return replace(
+        last,
+        prompt_token_ids=token_ids[:first],
+        token_ids=token_ids[first:],
+        turns=() if num_sampled == num_tokens else turns,
+        log_probs=spread(log_probs, turns, num_tokens, LOG_PROBS.filler) if log_probs else None,
+    )
 
 
 def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ()) -> tuple[Completion, ...]:
@@ -195,16 +257,21 @@ def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ())
 
     Raises:
         ProtocolError: not a list, another number of outputs than requests, a field of a wrong type, or one of the
-            columns ``asked`` for is missing or is none.
+            columns ``asked`` for is missing or is none; turns that do not fit, or with pictures of the environment's.
     """
     completions = read(Many[Completion], data, "an /infer/ reply")
     if len(completions) != num_requests:
         raise ProtocolError(
             f"an /infer/ reply must hold one output per request, got num_outputs={len(completions)} "
-            f"num_requests={num_requests}"
+            f"num_requests={num_requests}; a scheduler of several turns must return one, not a list"
         )
     if LOG_PROBS.name in asked:  # of an answer that was aborted before its first token, servers say null
         completions = tuple(replace(each, log_probs=each.log_probs or ()) for each in completions)
+    needs_log_probs, turns = LOG_PROBS.name in asked, read(Many[Turns], data, "an /infer/ reply")
+    completions = tuple(
+        as_one(each, said, needs_log_probs=needs_log_probs)
+        for each, said in zip(completions, turns, strict=True)
+    )
     for each in completions:
         if each.log_probs is not None and len(each.log_probs) != len(each.token_ids):
             raise ProtocolError(
@@ -221,10 +288,13 @@ def output_json(
     model: str,
     return_details: bool,
 ) -> dict[str, Any]:
-    """ms-swift's ``RolloutOutput``, stamped with the weights that made the answer."""
+    """ms-swift's ``RolloutOutput``, stamped with the weights that made the answer.
+
+    Several turns are as one of the assistant's in which an environment's tokens are masked.
+    """
     num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
     log_probs = None
-    if completion.log_probs is not None:
+    if completion.log_probs is not None and not completion.turns:
         pairs = zip(completion.token_ids, completion.log_probs, strict=True)
         log_probs = {"content": [{"token_id": token, "logprob": log_prob} for token, log_prob in pairs]}
     message = {"role": "assistant", "content": completion.text, "tool_calls": None, "reasoning_content": None}
@@ -257,16 +327,25 @@ def output_json(
         "run_id": completion.run_id,
         "request_id": request_id,
     }
-    lists: dict[str, Any] = {
-        key: [] for key in ("response_token_ids", "response_loss_mask", "rollout_logprobs")
-    }
     return {
         "response": response,
         "messages": None,
         "rollout_infos": {"stage2": stamp},
         "prompt_logprobs": None,
-        **lists,
+        **_lists(completion),
     }
+
+
+def _lists(completion: Completion) -> dict[str, Any]:
+    turns, num_tokens = completion.turns, len(completion.token_ids)
+    mask = spread((1,) * num_tokens, turns, num_tokens, 0)
+    log_probs = tuple(compress(completion.log_probs or (), mask))
+    lists = {
+        "response_token_ids": completion.token_ids,
+        "response_loss_mask": mask,
+        "rollout_logprobs": log_probs,
+    }
+    return {name: [values] if turns and values else [] for name, values in lists.items()}
 
 
 @dataclass(frozen=True, slots=True, config=OPEN)

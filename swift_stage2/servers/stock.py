@@ -20,7 +20,7 @@ from swift_stage2.servers.session import Deadline, ReplyT, ServerSession, reset_
 from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member
 
 _MOST_WORKERS = 2**16
-_TURNS_OPTIONS = ("enable_multi_turn", "use_gym_env")
+TURNS_OPTION, GYM_OPTION = "enable_multi_turn", "use_gym_env"
 
 
 def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
@@ -55,8 +55,8 @@ def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | No
     return _ask_if_known(session, wire.WEIGHT_SUMS, wire.parse_incarnation, deadline)
 
 
-def ask_turns_option(session: ServerSession, deadline: Deadline) -> str:
-    """The option by which ms-swift's server answers in several turns; empty where it answers in one.
+def ask_turns_options(session: ServerSession, deadline: Deadline) -> tuple[str, ...]:
+    """The options by which ms-swift's server answers in several turns; none where it answers in one.
 
     Raises:
         ServerFault: no answer.
@@ -65,9 +65,10 @@ def ask_turns_option(session: ServerSession, deadline: Deadline) -> str:
         told = session.post(wire.ENGINE_TYPE, {}, deadline)
     except ServerFault as fault:
         if fault.knows_no_such_call:
-            return ""
+            return ()
         raise
-    return next((name for name in _TURNS_OPTIONS if isinstance(told, dict) and told.get(name)), "")
+    options = (GYM_OPTION, TURNS_OPTION)
+    return tuple(name for name in options if isinstance(told, dict) and told.get(name))
 
 
 def _ask_if_known(

@@ -239,6 +239,7 @@ class RecordedCompletion(Event):
     truncated: bool
     spans: Spans
     columns: Mapping[str, tuple[float, ...]]
+    turns: tuple[tuple[int, int], ...] = ()
 
 
 class Advantages(Event):

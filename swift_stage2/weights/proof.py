@@ -99,7 +99,7 @@ def _ask_canary(
                 f"{session.base_url} answers the canary as (run, version) {stamp}, expected {wanted}"
             )
     must_agree = info.stock or spec.manifest == info.manifest
-    num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
+    num_wrong = sum(not canary.agrees(completion.first_turn) for completion in completions)
     if must_agree and num_wrong:
         num_all = len(completions)
         of_all = f" in {num_wrong} of {num_all} answers of its engines" if num_all > 1 else ""

@@ -83,6 +83,14 @@ def test_a_pack_must_hold_a_prompt_and_its_answer_which_is_written_as_channel_a_
         check_sample(_config(needed - 1, 100), encoder, make_task(), sample, RowOrigins())
     assert f"packing_length={needed - 1} < prompt {num_prompt} + max_new_tokens 100" in str(caught.value)
     assert f"write packing_length: {needed} or more" in str(caught.value)
+    two_turns = config_of(
+        {"rollout.max_turns": 2, "rollout.decoding.max_new_tokens": 100},
+        {"stage2_ab.channel_b.packing.packing_length": needed + 99},
+    )
+    with pytest.raises(
+        ConfigError, match=rf"max_new_tokens 100 \* max_turns 2; write .*: {needed + 100} or more"
+    ):
+        check_sample(two_turns, encoder, make_task(), sample, RowOrigins())
     with pytest.raises(ConfigError, match=r"target\.dialect must be the format of channel A's answers"):
         check_sample(_config(needed, 100), encoder, make_task("object_map"), sample, RowOrigins())
 

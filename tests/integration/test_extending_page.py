@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from real_model import (
     rollout_of,
     sample_of,
 )
+from scripted_turns import conversation
+from swift.rollout import multi_turns
 from swift.utils import import_external_file
 from torchrun_job import RECORDER, TEMPLATE, LearnerRun, Server, run_learner, write_config
 
@@ -33,7 +36,7 @@ import swift_stage2
 from swift_stage2 import try_task
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.preprocessing import EncodedRollout, make_target
+from swift_stage2.channel_b.preprocessing import EncodedRollout, make_segment, make_target
 from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.task import TASKS
 from swift_stage2.checks.channel_b_parts import make_task as task_of
@@ -44,6 +47,7 @@ from swift_stage2.servers import infer_wire
 
 pytestmark = pytest.mark.timeout(1800)
 
+AGAIN = "Look again at the image. Write the whole list once more, with every object that you missed."
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 PACKAGE = Path(swift_stage2.__file__).parent
 _BLOCK = re.compile(r"```python\n# (?P<head>(?P<name>[\w/.]+)[^\n]*)\n(?P<code>.*?)```", re.DOTALL)
@@ -78,10 +82,10 @@ def load(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def _configured(tmp_path: Path, settings: dict[str, Any]) -> Any:
     """As the page's YAML says, in a configuration that is whole."""
-    config = {
+    config = settings | {
         "swift": {"model": str(STAGE1), **settings["swift"]},
         "stage2_ab": {"schedule": {"b_ratio": 0.5}, **settings["stage2_ab"]},
-        "rollout": {"servers": [{"base_url": "http://127.0.0.1:9"}]},
+        "rollout": {"servers": [{"base_url": "http://127.0.0.1:9"}], **settings.get("rollout", {})},
     }
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -260,6 +264,42 @@ def test_an_evaluation_tells_a_users_metrics(counting_run: LearnerRun) -> None:
             == record["ratios"]["recall"]
         )
         assert "error" in record["ratios"]
+
+
+# --- a second turn -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_second_turn_is_asked_for_and_corrected(
+    load: Any, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(multi_turns, "look_again", None)  # gone afterwards
+    load("look_again.py")
+    load("second_look.py")
+    (settings,) = (each for each in SETTINGS if "rollout" in each)
+    config = _configured(tmp_path, settings)
+    (process,) = config.launch.servers
+    assert process.args["multi_turn_scheduler"] in multi_turns
+    encoder, sample = make_encoder(packing_length=2048), sample_of(read_rows(rows_file)[0])
+    truth, prompt = encoder.answer_of(sample), encoder.encode_prompt(sample)
+    task = task_of(config).learn(read_rows(rows_file), sample, encoder)
+    kind = multi_turns["look_again"]
+    for said, reward in ((["[]", "[]"], 0.0), (["[]", truth], 1.0), ([truth, truth], 1.0)):
+        _, found = conversation(kind, encoder, sample, said)
+        rollout = replace(
+            rollout_of(sample, found.text, found.prompt_token_ids),
+            token_ids=found.token_ids,
+            turns=found.turns,
+        )
+        segment, target = make_segment(rollout, prompt, encoder, task)
+        assert target.text == truth
+        assert segment.quality.reward["format"] == reward
+        (encoding,) = segment.encodings
+        assert encoder.decode(encoding["input_ids"]).endswith(
+            f"{said[0]}<|im_end|>\n<|im_start|>user\n{AGAIN}<|im_end|>\n<|im_start|>assistant\n{truth}<|im_end|>\n"
+        )
+        trained = [label for label in encoding["labels"] if label != -100]
+        assert trained == [*target.token_ids, *encoder.closing_token_ids]
 
 
 # --- an engine ---------------------------------------------------------------------------------------

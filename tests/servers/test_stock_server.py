@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_rollout_server import Answer, Behaviour, FakeRolloutServer
+from fake_rollout_server import Answer, Behaviour, FakeRolloutServer, outputs
 from stock_engines import StandInEngine, stock_server
 from weight_updates import make_spec
 
@@ -59,6 +59,25 @@ def test_an_answer_from_arguments_is_no_sign_of_life(engines: list[StandInEngine
             return
         with pytest.raises(ServerFault, match="its engines or their workers have failed"):
             require_workers(session, Deadline(AMPLE_S))
+
+
+@pytest.mark.parametrize(("first", "second", "proven"), [((5, 6), (9,), True), ((9,), (5, 6), False)])
+def test_of_a_server_that_asks_again_the_first_turn_counts(
+    first: tuple[int, ...], second: tuple[int, ...], proven: bool
+) -> None:
+    choice = {"message": {"content": ""}, "token_ids": second}
+    record = {
+        "response": {"choices": [choice], "prompt_token_ids": [1, *first, 2, 3]},
+        "response_token_ids": [first, second],
+    }
+    with FakeRolloutServer() as running, ServerSession(running.url) as session:
+        running.on_infer = lambda call: outputs([record])
+        spec = make_spec(AMPLE_S, canary=CANARY)
+        if proven:
+            assert prove_server(session, spec, wire.ServerInfo(stock=True), {}) == "canary"
+        else:
+            with pytest.raises(ServerFault, match="answers the canary with other tokens"):
+                prove_server(session, spec, wire.ServerInfo(stock=True), {})
 
 
 @pytest.fixture

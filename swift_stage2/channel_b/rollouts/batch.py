@@ -150,6 +150,7 @@ class Batch:
                 server=self._server.base_url,
                 spans=spans,
                 seconds=result.seconds,
+                turns=completion.turns,
                 **given_by(completion),
             )
             rollouts.append(rollout)
