@@ -19,7 +19,7 @@ from swift.infer_engine.protocol import (
 from swift.rollout import MultiTurnScheduler
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.records import Sample
+from swift_stage2.records import Rollout, Sample, VersionSpan
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 
 
@@ -55,3 +55,20 @@ def conversation(
     record = json.loads(output.model_dump_json())
     (completion,) = parse_infer_reply([record], 1, {"log_probs"})
     return output, completion
+
+
+def rollout_of(sample: Sample, found: Completion, advantages: tuple[float, ...] | None = None) -> Rollout:
+    """An answer of several turns, as a client gives it."""
+    return Rollout(
+        sample=sample,
+        text=found.text,
+        token_ids=found.token_ids,
+        prompt_token_ids=found.prompt_token_ids,
+        truncated=found.finish_reason == "length",
+        seed=1,
+        server="http://127.0.0.1:1",
+        spans=(VersionSpan(1, 0, len(found.token_ids)),),
+        log_probs=found.log_probs,
+        turns=found.turns,
+        advantages=advantages,
+    )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from detection_task import make_task
 from real_model import Rows, make_encoder, make_template, sample_of
-from scripted_turns import conversation
+from scripted_turns import conversation, rollout_of
 from swift.rollout import MultiTurnScheduler
 
 from swift_stage2.channel_b.detection import DetectionTask
@@ -22,8 +22,7 @@ from swift_stage2.checks.channel_b_parts import make_task as task_of
 from swift_stage2.config import MissedOrder, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, PromptMismatch, SampleError
-from swift_stage2.records import Rollout, Sample, VersionSpan
-from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.records import Rollout, Sample
 from swift_stage2.telemetry.events import RecordedCompletion
 
 AGAIN = "Look again at the image."
@@ -57,22 +56,6 @@ def encoder() -> Encoder:
 @pytest.fixture(scope="module")
 def sample(rows: Rows) -> Sample:
     return sample_of(rows[0])
-
-
-def rollout_of(sample: Sample, found: Completion, advantages: tuple[float, ...] | None) -> Rollout:
-    return Rollout(
-        sample=sample,
-        text=found.text,
-        token_ids=found.token_ids,
-        prompt_token_ids=found.prompt_token_ids,
-        truncated=False,
-        seed=1,
-        server="http://127.0.0.1:1",
-        spans=(VersionSpan(1, 0, len(found.token_ids)),),
-        log_probs=found.log_probs,
-        turns=found.turns,
-        advantages=advantages,
-    )
 
 
 def encoded_by_swift(output: Any, sample: Sample, last: str | None = None) -> dict[str, Any]:

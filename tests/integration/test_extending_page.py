@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import scripted_turns
 import yaml
 from commands import run_python
 from real_model import (
@@ -27,7 +27,6 @@ from real_model import (
     rollout_of,
     sample_of,
 )
-from scripted_turns import conversation
 from swift.rollout import multi_turns
 from swift.utils import import_external_file
 from torchrun_job import RECORDER, TEMPLATE, LearnerRun, Server, run_learner, write_config
@@ -285,12 +284,8 @@ def test_a_second_turn_is_asked_for_and_corrected(
     task = task_of(config).learn(read_rows(rows_file), sample, encoder)
     kind = multi_turns["look_again"]
     for said, reward in ((["[]", "[]"], 0.0), (["[]", truth], 1.0), ([truth, truth], 1.0)):
-        _, found = conversation(kind, encoder, sample, said)
-        rollout = replace(
-            rollout_of(sample, found.text, found.prompt_token_ids),
-            token_ids=found.token_ids,
-            turns=found.turns,
-        )
+        _, found = scripted_turns.conversation(kind, encoder, sample, said)
+        rollout = scripted_turns.rollout_of(sample, found)
         segment, target = make_segment(rollout, prompt, encoder, task)
         assert target.text == truth
         assert segment.quality.reward["format"] == reward

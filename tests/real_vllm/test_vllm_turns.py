@@ -18,6 +18,7 @@ from live_server import free_port, image_request, text_request
 from our_server import start_ours, wait_until_healthy
 from real_model import make_encoder, make_template
 from reward_job import require_equal_log_probs, run_rewards
+from scripted_turns import rollout_of
 from stock_server import TEMPLATE, ServerProcess, start_stock
 from swift.infer_engine.protocol import RolloutOutput
 from swift.rl_core.data import OnPolicySample
@@ -28,7 +29,7 @@ from swift_stage2 import wire
 from swift_stage2.channel_b.preprocessing import as_sampled, make_target
 from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.errors import ProtocolError
-from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 
 PLUGIN, TASK = (Path(__file__).with_name(f"turns_{name}.py") for name in ("plugin", "task"))
@@ -115,18 +116,7 @@ def test_a_conversation_is_trained_as_swift_trains_it_and_alike_on_both_servers(
             assert len(found.turns) == 3, (name, how, found)
             row = {**request, "objects": {"ref": [], "bbox": []}}
             sample = Sample(SampleKey(0, 0, 0), row, make_task().read_truth(row))
-            rollout = Rollout(
-                sample=sample,
-                text=found.text,
-                token_ids=found.token_ids,
-                prompt_token_ids=found.prompt_token_ids,
-                truncated=found.finish_reason == "length",
-                seed=1,
-                server=server.base_url,
-                spans=(VersionSpan(1, 0, len(found.token_ids)),),
-                log_probs=found.log_probs,
-                turns=found.turns,
-            )
+            rollout = rollout_of(sample, found)
             prompt = encoder.encode_prompt(sample)
             target = as_sampled(rollout, 1.0, make_target(rollout, prompt, encoder, make_task()).quality)
             (ours,) = encoder.encode_segment(rollout, prompt, [(target, None)]).encodings
