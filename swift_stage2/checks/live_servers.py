@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _NUM_PROMPTS = 3
 _LOOK_TIMEOUT_S = 10.0
 _MIB = 1 << 20
+_DOCTOR = "doctor-"  # begins the ids of its runs
 
 
 @dataclass
@@ -97,7 +98,9 @@ class LiveServers:
         found = zip(self.config.rollout.servers, self.infos, strict=True)
         slept = [each.base_url for each, info in found if info.passed and info.result.state == ASLEEP_STATE]
         # Again, because a learner may need the memory.
-        Sleeper(slept, self.config.rollout.api_key(), _LOOK_TIMEOUT_S, [False] * len(slept))()
+        sync_s, key = self.config.rollout.sync.timeout_s, self.config.rollout.api_key()
+        for why in filter(None, Sleeper(slept, key, sync_s, [False] * len(slept))()):
+            self.check_run.check("sleep", partial(failed, why, "restart the server"))
 
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
@@ -218,7 +221,7 @@ class LiveServers:
             export=WeightExport(module),
             canary=canary,
             publisher=ProcessPublisher(rollout, next(module.parameters()).device, disk_keep=0),
-            run_id=f"doctor-{uuid.uuid4().hex[:12]}",
+            run_id=f"{_DOCTOR}{uuid.uuid4().hex[:12]}",
             sync=rollout.sync,
         )
         return ok("the learner answers a greedy question about a sample", sync)
@@ -269,6 +272,8 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
     """
     if info.stock:
         return ""
+    if info.state == ASLEEP_STATE and info.run_id and not info.run_id.startswith(_DOCTOR):
+        return f"it sleeps beside run {info.run_id}, or has since that one ended"
     health = session.get(wire.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
     number = sum(count for count in counts if isinstance(count, int))
@@ -286,7 +291,8 @@ def check_round(
     if busy := busy_with(session, info):
         return failed(
             f"left alone: {busy}",
-            "end that run, or wait until it is over, and run the doctor again; --no-sync leaves the round out",
+            "end that run, or wait until it is over, restart a server that it left asleep, and run the doctor again; "
+            "--no-sync leaves the round out",
         )
     try:
         outcome = sync.run([server])

@@ -196,7 +196,8 @@ def identify(session: ServerSession, config: Stage2Config, deadline: Deadline) -
                 remedy="start it without --use_gym_env",
             )
         info = replace(info, takes_turns=TURNS_OPTION in turns)
-    if info.takes_turns != (config.rollout.max_turns > 1):
+    is_known = info.stock or info.manifest  # one of ours that has not loaded does not know yet
+    if is_known and info.takes_turns != (config.rollout.max_turns > 1):
         does = "several turns" if info.takes_turns else "one turn"
         raise ConfigError(
             "a rollout server must run a scheduler of several turns iff rollout.max_turns is above 1",

@@ -86,6 +86,8 @@ class Learner:
     def start(self) -> None:
         """Starts the background threads. Nothing is asked before a server has proven a version."""
         self.failures.watch()
+        if self._versions is not None:
+            self._versions.find_asleep()
         if self.channel_b is not None:
             if self.channel_b.updates is not None:
                 self.channel_b.updates.start()
@@ -315,8 +317,7 @@ class Learner:
                 pending=self._versions.is_changing,
             )
             if b.phases is not None and not outcome.pipeline_failed:  # it needs servers that are awake
-                schedule = b.evaluation.schedule
-                b.schedule.is_asked_for |= schedule.unfinished is not None and schedule.running is None
+                b.schedule.is_asked_for |= b.evaluation.schedule.could_begin_after(step)
         num_demanded = 0 if self._has_trained or b.longest_fill_s is not None else None
         b.pipeline.observe(self._view(b, step, num_demanded))
 

@@ -193,11 +193,18 @@ class LearnerVersions:
         if lost:
             self._events.record_warning(f"suspect until new weights prove it again: {', '.join(lost)}")
 
+    def find_asleep(self) -> None:
+        """Before the first step: a learner that died in a phase has left servers awake beside this one."""
+        if self._b.phases is not None:
+            for why in filter(None, run_on_all_ranks(self._control, self._b.phases.put_to_sleep)):
+                self._events.record_warning(f"a server does not sleep: {why}")
+
     def _make_room(self, phases: Phases) -> None:
         with self._events.activity("switching"):
-            run_on_all_ranks(
-                self._control, phases.memory.release
-            )  # no server wakes beside a rank that holds it
+            with self._b.snapshots.explained():
+                run_on_all_ranks(
+                    self._control, phases.memory.release
+                )  # no server wakes beside a rank that holds it
             self.is_asleep = False
 
     def end_phase(self, step: int, phases: Phases) -> None:
@@ -213,10 +220,12 @@ class LearnerVersions:
             while True:  # bounded: what is out there ends by its own deadlines; at a stop the servers end it
                 outcome, news = self._agree(step)
                 self.apply(step, outcome, news)
-                if outcome.stop_requested or not (outcome.publishing or any(outcome.servers_busy)):
+                is_out = any(outcome.servers_busy) and not outcome.stop_requested
+                if not (outcome.publishing or is_out):
                     break
                 time.sleep(_LOOK_S)
-            told = run_on_all_ranks(self._control, phases.put_to_sleep)
+            with b.snapshots.explained():
+                told = run_on_all_ranks(self._control, phases.put_to_sleep)
             if b.updates is not None:
                 b.updates.rested([server for server, why in enumerate(told) if why])
                 for url, asked, why in zip(b.base_urls, self.asked, told, strict=True):

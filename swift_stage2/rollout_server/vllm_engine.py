@@ -173,7 +173,7 @@ class VllmRolloutEngine(Engine):
         sleeps = self.sleep_mode.level > 0 and await generator.is_sleeping()
         self.is_asleep = False
         if sleeps:
-            await generator.wake("weights")
+            await self._wake(generator, "weights")
         async with nullcontext() if sleeps else generator.paused():
             refusals = [""]
             try:
@@ -190,8 +190,15 @@ class VllmRolloutEngine(Engine):
                 )
             reports, is_reset = await generator.held_weights(), await generator.reset_caches()
         if sleeps:
-            await generator.wake("kv_cache")
+            await self._wake(generator, "kv_cache")
         return reports, is_reset
+
+    async def _wake(self, generator: VllmGenerator, part: str) -> None:
+        try:
+            await generator.wake(part)
+        except Exception as error:  # vLLM would call itself asleep and hold what it has got
+            self._stop(EngineState.BROKEN, f"vLLM has no memory for {part}: {error}")
+            raise
 
     async def _sleep(self, generator: VllmGenerator) -> None:
         while self._held:  # they are aborted

@@ -55,6 +55,10 @@ class EvaluationSchedule:
             return self._due_step
         return self.running.due_step
 
+    def could_begin_after(self, step: int) -> bool:
+        """Whether one has still to begin, and may do so at the step after ``step``."""
+        return self._due_step is not None and self.running is None and step + 1 < self._last_step
+
     def resume(self, unfinished: int | None) -> None:
         self._due_step = unfinished
 

@@ -72,7 +72,7 @@ def end_listener(base_url: str, timeout_s: float) -> str:
 
     Returns what was done, in words, once they have ended and are reaped, or the time is over.
     """
-    end, told = time.monotonic() + timeout_s, "no process of this user listens there"
+    end, told = time.monotonic() + timeout_s, "no server of this user listens there"
     while (found := _listeners(base_url)) and (left_s := end - time.monotonic()) > 0:
         tree = list(found)
         for top in found:
@@ -88,7 +88,7 @@ def end_listener(base_url: str, timeout_s: float) -> str:
 
 
 def _listeners(base_url: str) -> set[psutil.Process]:
-    """Processes of this user, but for this one, that listen at the address on this machine."""
+    """Rollout servers of ours and of this user that listen at the address on this machine."""
     url, found = urlsplit(base_url), set()
     if url.hostname is not None and is_here(url.hostname):
         addresses = {*ANY_ADDRESS, *(told[4][0] for told in resolve(url.hostname))}
@@ -97,5 +97,7 @@ def _listeners(base_url: str) -> set[psutil.Process]:
             if is_there and each.laddr.ip in addresses and each.pid not in (None, os.getpid()):
                 with suppress(psutil.NoSuchProcess):
                     process = psutil.Process(each.pid)
-                    found |= {process} if process.uids().real == os.getuid() else set()
+                    words = process.cmdline()  # of a port that another program has by now, nothing is ended
+                    is_meant = "rollout" in words and any("swift_stage2" in word for word in words)
+                    found |= {process} if is_meant and process.uids().real == os.getuid() else set()
     return found

@@ -168,3 +168,21 @@ def test_an_install_that_breaks_half_way_leaves_a_server_that_the_next_one_wakes
     if sleeps_again:
         require_asleep(server)
     install(server, 86)
+
+
+def test_an_engine_that_cannot_take_its_memory_again_ends(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last in this file: the server is broken then. vLLM would say that it sleeps, and hold what it has got."""
+    require_asleep(server)
+
+    async def fail(part: str) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.engine._generator, "wake", fail)
+    round_ = LearnerRound(server, load_learner(seed=87))
+    round_.push()
+    assert round_.install().status_code >= 500
+    round_.close()
+    status = server.engine.status()
+    assert (str(status.state), status.detail) == ("broken", "vLLM has no memory for weights: out of memory")

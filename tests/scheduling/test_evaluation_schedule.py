@@ -199,3 +199,12 @@ class Run(RuleBasedStateMachine):
 
 Run.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 TestRun = Run.TestCase
+
+
+def test_one_that_falls_due_too_late_to_begin_wakes_nobody() -> None:
+    schedule = make(every=5, last=11)
+    found = []
+    for step in range(12):
+        schedule.begin_if_due(step, 1, may_begin=False)
+        found.append(schedule.could_begin_after(step))
+    assert found == [False] * 5 + [True] * 5 + [False] * 2

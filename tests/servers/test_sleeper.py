@@ -48,9 +48,11 @@ ANSWERS = {
 
 
 @contextmanager
-def listening(port: int, answer: bytes = b"", host: str = "127.0.0.1") -> Iterator[list[psutil.Process]]:
+def listening(
+    port: int, answer: bytes = b"", host: str = "127.0.0.1", *, program: str = "swift_stage2"
+) -> Iterator[list[psutil.Process]]:
     """Server and child, below a supervisor as the launcher's are; its exit status is looked at in the end."""
-    words = [sys.executable, "-c", _SERVER, host, str(port), answer.decode()]
+    words = [sys.executable, "-c", _SERVER, host, str(port), answer.decode(), program, "rollout"]
     started = subprocess.Popen(
         [sys.executable, "-m", "swift_stage2.runtime.supervisor", "--grace-s=1", "--", *words],
         stdout=subprocess.PIPE,
@@ -100,6 +102,14 @@ def test_who_does_not_say_that_it_sleeps_is_told_and_ended_with_all_below_it_and
         assert "\n" not in first + second
 
 
+def test_another_program_that_has_got_the_port_is_left_alone() -> None:
+    port = free_port()
+    with listening(port, ANSWERS["500"][0], program="another") as processes:
+        (told,) = Sleeper([url_of(port)], None, AMPLE_S, [True])()
+        assert str(told).endswith("; no server of this user listens there")
+        assert all(process.is_running() for process in processes)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_stopped_process_and_its_stopped_child_end_too(host: str) -> None:
     port = free_port()
@@ -127,7 +137,7 @@ def test_all_are_asked_at_once_with_the_key_and_who_sleeps_is_left_alone() -> No
         assert asleep == [None, None]
         assert absent is not None
         assert absent.startswith(f"{nobody}{wire.SLEEP}: ConnectError")
-        assert absent.endswith("; no process of this user listens there")
+        assert absent.endswith("; no server of this user listens there")
         for server in (one, two):
             (head,) = server.calls
             assert head.startswith(f"POST {wire.SLEEP} ".encode())
@@ -137,4 +147,4 @@ def test_all_are_asked_at_once_with_the_key_and_who_sleeps_is_left_alone() -> No
 def test_a_server_inside_this_process_does_not_end_it() -> None:
     with HostileServer(lambda path: [raw(b"HTTP/1.1 500 Oh")]) as server:
         (told,) = Sleeper([server.url], None, AMPLE_S, [True])()
-    assert "no process of this user listens there" in str(told)
+    assert "no server of this user listens there" in str(told)
