@@ -52,8 +52,9 @@ def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task
         SampleError, MatchingError: the sample cannot be used.
         TaskError: as ``correct_by`` does.
     """
-    earlier = (rollout.token_ids[start:end] for start, end in rollout.turns[:-1])
-    rollout = replace(rollout, earlier_texts=tuple(map(encoder.decode, earlier)))
+    if rollout.turns:
+        earlier = (rollout.token_ids[start:end] for start, end in rollout.turns[:-1])
+        rollout = replace(rollout, earlier_texts=tuple(map(encoder.decode, earlier)))
     return correct_by(task, rollout, task.to_space(rollout.sample.truth, prompt.convert), encoder.tokenise)
 
 

@@ -37,6 +37,7 @@ class SlowGenerator:
     is_dead = False
     keeps_requests = True
     num_running = 0
+    scheduler = None
 
     def __init__(self) -> None:
         self.stuck = False

@@ -36,7 +36,7 @@ while True:
     if answer := sys.argv[3].encode():
         held[-1].recv(65536)
         held[-1].sendall(answer)
-        held[-1].close()
+        held[-1].shutdown(socket.SHUT_WR)  # closed with bytes unread it would reset what was sent
 """
 ANSWERS = {
     "silent": (b"", "no whole answer in time"),
