@@ -173,6 +173,10 @@ REFUSED: list[dict[str, Any]] = [
     sharing(on_vllm(0.4), share_devices=False),
     sharing({"engine": "swift"}) | INLINE | {f"{LEARNER}.devices": [1]},
     sharing(on_vllm(0.4)) | INLINE | servers_at("http://10.0.0.7:7001"),
+    sharing(on_vllm(0.4, args={"vllm_gpu_memory_utilization": 0.4, "sleep-level": 0})) | INLINE,
+    sharing(on_vllm(0.4)) | {"stage2_ab.phase_steps": 8},
+    launched({"engine": "vllm"}) | {"rollout.max_turns": 2},
+    launched({"engine": "vllm", "args": {"multi_turn_scheduler": "x"}}),
     sharing(on_vllm(0.4)) | {"launch.offload_optimizer": True},
     sharing(on_vllm(0.4)) | INLINE | {"launch.offload_optimizer": True, "swift.deepspeed": "zero2"},
     # how weights travel

@@ -96,8 +96,12 @@ class LiveServers:
         if sync.passed:
             sync.result.close()  # its process, where no round was run
         found = zip(self.config.rollout.servers, self.infos, strict=True)
-        slept = [each.base_url for each, info in found if info.passed and info.result.state == ASLEEP_STATE]
-        # Again, because a learner may need the memory.
+        slept = [
+            each.base_url
+            for each, info in found
+            if info.passed and info.result.state == ASLEEP_STATE and not _sleeps_for(info.result)
+        ]
+        # Again, because a learner may need the memory; a run's own was left alone, and may be awake by now.
         sync_s, key = self.config.rollout.sync.timeout_s, self.config.rollout.api_key()
         for why in filter(None, Sleeper(slept, key, sync_s, [False] * len(slept))()):
             self.check_run.check("sleep", partial(failed, why, "restart the server"))
@@ -272,12 +276,18 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
     """
     if info.stock:
         return ""
-    if info.state == ASLEEP_STATE and info.run_id and not info.run_id.startswith(_DOCTOR):
-        return f"it sleeps beside run {info.run_id}, or has since that one ended"
+    if run_id := _sleeps_for(info):
+        return f"it sleeps beside run {run_id}, or has since that one ended"
     health = session.get(wire.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
     number = sum(count for count in counts if isinstance(count, int))
     return f"it is making {number} completion(s) for somebody else" if number else ""
+
+
+def _sleeps_for(info: ServerInfo) -> str:
+    """The run beside which it was found asleep; empty where there is none."""
+    run_id = info.run_id or ""
+    return run_id if info.state == ASLEEP_STATE and not run_id.startswith(_DOCTOR) else ""
 
 
 def check_round(

@@ -16,6 +16,7 @@ from swift_stage2.config.objective import check_objective
 from swift_stage2.config.rollout import ROUND_MARGIN_S, RolloutConfig, Transport
 from swift_stage2.config.rules import Positive, Whole, find
 from swift_stage2.config.stage2_ab import (
+    DEFAULT_PHASE_STEPS,
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
     Mode,
@@ -236,6 +237,13 @@ class Stage2Config:
                 else f"mode={self.stage2_ab.mode} share_devices={self.launch.share_devices}",
                 remedy="remove it, or write what it needs (DeepSpeed's own configuration has offload_optimizer)",
             )
+        phase_steps = self.stage2_ab.phase_steps
+        if self.b_enabled and phase_steps != DEFAULT_PHASE_STEPS and not self.alternates:
+            raise ConfigError(
+                "stage2_ab.phase_steps needs stage2_ab.mode: inline and launch.share_devices: true",
+                got=f"phase_steps={phase_steps} mode={self.stage2_ab.mode} share_devices={self.launch.share_devices}",
+                remedy="write both, so that servers sleep while the learner trains, or remove it",
+            )
         uses_disk = self.b_enabled and self.rollout.sync.transport is Transport.DISK
         hosts = [server.host for server in self.rollout.servers]
         on_hosts = ["" if is_loopback(host) else host for host in hosts[:started]]
@@ -245,11 +253,15 @@ class Stage2Config:
         ]
         check_devices(self.launch, [DeviceAssignment(None, "", self.launch.learner.devices), *placements])
         for index, process in enumerate(self.launch.servers):
-            if self.alternates and (process.engine is ServerEngine.SWIFT or on_hosts[index]):
+            args = {name.lstrip("-").replace("-", "_"): value for name, value in process.args.items()}
+            stays_awake = process.engine is ServerEngine.SWIFT or str(args.get("sleep_level")) == "0"
+            if self.alternates and (stays_awake or on_hosts[index]):
                 raise ConfigError(
                     "mode: inline with launch.share_devices needs servers of ours on the learner's host, which sleep",
-                    got=f"launch.servers[{index}] of engine {process.engine} at {hosts[index]}",
-                    remedy="write engine: vllm or transformers and a base_url of 127.0.0.1, or mode: async",
+                    got=f"launch.servers[{index}] of engine {process.engine} at {hosts[index]} with sleep-level "
+                    f"{args.get('sleep_level', 2)}",
+                    remedy="write engine: vllm or transformers, a base_url of 127.0.0.1 and no sleep-level, or mode: "
+                    "async",
                 )
             if uses_disk and process.engine is ServerEngine.SWIFT:
                 raise ConfigError(
@@ -257,11 +269,14 @@ class Stage2Config:
                     got=f"a stock one at launch.servers[{index}].engine={str(process.engine)!r}",
                     remedy="write transport: auto, or engine: vllm",
                 )
-            if self.rollout.max_turns > 1 and process.engine is ServerEngine.TRANSFORMERS:
+            has_scheduler = "multi_turn_scheduler" in args and process.engine is not ServerEngine.TRANSFORMERS
+            if has_scheduler != (self.rollout.max_turns > 1):
                 raise ConfigError(
-                    "rollout.max_turns above 1 needs servers on vLLM, which run ms-swift's schedulers",
-                    got=f"launch.servers[{index}].engine={str(process.engine)!r}",
-                    remedy="write engine: vllm or swift, with args: {multi_turn_scheduler: NAME, max_turns: N}",
+                    "rollout.max_turns above 1 goes with servers on vLLM that run one of ms-swift's schedulers",
+                    got=f"max_turns={self.rollout.max_turns} and launch.servers[{index}] of engine {process.engine} "
+                    f"with{'' if 'multi_turn_scheduler' in args else 'out'} multi_turn_scheduler",
+                    remedy="write engine: vllm or swift with args: {multi_turn_scheduler: NAME, max_turns: N}, or "
+                    "neither",
                 )
 
 

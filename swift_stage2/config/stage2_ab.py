@@ -15,6 +15,8 @@ from swift_stage2.config.objective import REWARD_WEIGHTS, GrpoConfig, Objective,
 from swift_stage2.config.rules import Count, NotNegative, Share, Whole, find
 from swift_stage2.errors import ConfigError
 
+DEFAULT_PHASE_STEPS = 4
+
 
 class Mode(StrEnum):
     """Whether rollouts are made while the learner trains."""
@@ -283,7 +285,7 @@ class Stage2AbConfig:
     mode: Mode = Mode.ASYNC
     """``inline``: a B step waits for its rollouts and training for every round, with which to compare what ``async``
     gives. With ``launch.share_devices`` training and rollouts take turns: servers sleep while the learner trains."""
-    phase_steps: Count = 4
+    phase_steps: Count = DEFAULT_PHASE_STEPS
     """Where they take turns, the B steps for which packs are made before the servers sleep again."""
     objective: Objective = Objective.CORRECTED_TARGET
     """The tokens that channel B trains: corrected answers, its rollouts by their rewards (``grpo``), or both."""

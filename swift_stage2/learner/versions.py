@@ -229,7 +229,7 @@ class LearnerVersions:
             if b.updates is not None:
                 b.updates.rested([server for server, why in enumerate(told) if why])
                 for url, asked, why in zip(b.base_urls, self.asked, told, strict=True):
-                    if asked and why:
+                    if why and (asked or "was ended" in why):
                         self._events.record_warning(f"{url} did not go to sleep: {why}")
             phases.memory.take_back()
             self.is_asleep = True

@@ -274,25 +274,29 @@ def bottlenecks(speed: Speed | None, summary: RunSummary) -> Iterator[str]:
     """
     is_lost = summary.skips.get("servers_suspect", 0) > WORTH * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        yield _phases(speed) if speed.switching_s else _binding(speed) + _b_ratio(speed, summary)
-        if speed.rounds_s > WORTH * speed.wall_s:
-            num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
-            yield (
-                f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
-                f"{summary.num_steps} steps; a larger stage2_ab.channel_b.prefetch.sync_every_steps has fewer."
-            )
-        for pace in speed.paces:
-            if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
-                yield (
-                    f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
-                    f"{format_seconds(pace.busy_s)} against {format_seconds(pace.quiet_s)}. "
-                    "Give servers and learner cores of their own."
-                )
+        yield from [_phases(speed)] if speed.switching_s else _side_by_side(speed, summary)
     if not is_lost:
         yield from _missing_packs(summary)
     for reason, missed in summary.skips.items():
         if reason != SkipReason.NOT_ENOUGH_PACKS:
             yield f"{missed} wanted B steps did not run: {SKIP_CAUSES[reason]}; section Sync rounds says more."
+
+
+def _side_by_side(speed: Speed, summary: RunSummary) -> Iterator[str]:
+    yield _binding(speed) + _b_ratio(speed, summary)
+    if speed.rounds_s > WORTH * speed.wall_s:
+        num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
+        yield (
+            f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
+            f"{summary.num_steps} steps; a larger stage2_ab.channel_b.prefetch.sync_every_steps has fewer."
+        )
+    for pace in speed.paces:
+        if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
+            yield (
+                f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
+                f"{format_seconds(pace.busy_s)} against {format_seconds(pace.quiet_s)}. "
+                "Give servers and learner cores of their own."
+            )
 
 
 def _phases(speed: Speed) -> str:
@@ -302,7 +306,7 @@ def _phases(speed: Speed) -> str:
         f"Learner and servers take turns on the same devices: making packs takes {format_seconds(speed.filling_s)} of "
         f"{format_seconds(speed.wall_s)}, switching {format_seconds(speed.switching_s)} "
         f"({speed.switching_s / speed.wall_s:.0%}). With half of the devices for each side the run would take about "
-        f"{format_seconds(halves_s)}: the longer of 2 S + R and 2 P."
+        f"{format_seconds(halves_s)}: the longer of 2 S + R and 2 P. A larger stage2_ab.phase_steps has fewer phases."
     )
 
 
