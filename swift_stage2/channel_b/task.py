@@ -96,7 +96,7 @@ class Task(ABC):
     similarity: ClassVar[str] = "IoU"
     """The doctor's word for what ``MatchQuality.sum_iou`` adds up over pairs."""
     corrects_last_turn: ClassVar[bool] = False
-    """Whether ``correct`` writes what the last of several turns should have said: that is its answer's place."""
+    """True if ``correct`` writes a whole answer, which may be trained in the place of the last of several turns."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Names of the columns that it needs servers to give: it finds the values, one per token id, in a rollout's field
     of that name."""

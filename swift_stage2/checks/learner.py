@@ -90,7 +90,10 @@ def _prepare(swift: Mapping[str, Any], scratch: Path) -> CheckResult[LearnerPrep
 def check_memory(
     config: Stage2Config, prepared: LearnerPreparation, num_ranks: int, *, is_host: bool
 ) -> CheckResult[None]:
-    """What a rank keeps, and in phases what servers take beside it, against its device; activations left out."""
+    """Compares the memory that a rank needs with its device's; in phases also that of the servers on the device.
+
+    Activations are left out.
+    """
     weights = sum(path.stat().st_size for path in prepared.model_directory.glob("*.safetensors"))
     if not weights:
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")

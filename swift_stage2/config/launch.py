@@ -143,8 +143,8 @@ class LaunchConfig:
     share_devices: bool = False
     """Servers and learner may name the same devices; each server on vLLM then states its part of a shared one."""
     offload_optimizer: bool = False
-    """Where they take turns (``stage2_ab.mode: inline``), optimizer states wait in main memory while servers are
-    awake."""
+    """The learner moves its optimizer states to main memory while servers on its devices are awake. Needs
+    ``stage2_ab.mode: inline``."""
     learner: LearnerProcess = field(default_factory=LearnerProcess)
     server_shutdown_timeout_s: Count = 30
     """Seconds between SIGTERM and SIGKILL of a server."""

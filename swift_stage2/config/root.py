@@ -114,7 +114,7 @@ class Stage2Config:
 
     @property
     def alternates(self) -> bool:
-        """Whether servers sleep while the learner trains, because both have the same devices."""
+        """True if servers and learner use the same devices in turn: servers sleep while the learner trains."""
         return self.b_enabled and self.launch.share_devices and self.stage2_ab.mode is Mode.INLINE
 
     def queue_limit(self, packs_per_step: int) -> int:

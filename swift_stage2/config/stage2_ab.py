@@ -286,7 +286,7 @@ class Stage2AbConfig:
     """``inline``: a B step waits for its rollouts and training for every round, with which to compare what ``async``
     gives. With ``launch.share_devices`` training and rollouts take turns: servers sleep while the learner trains."""
     phase_steps: Count = DEFAULT_PHASE_STEPS
-    """Where they take turns, the B steps for which packs are made before the servers sleep again."""
+    """With ``inline`` and ``launch.share_devices``: servers make the packs of so many B steps, then they sleep."""
     objective: Objective = Objective.CORRECTED_TARGET
     """The tokens that channel B trains: corrected answers, its rollouts by their rewards (``grpo``), or both."""
     task: str = DEFAULT_TASK

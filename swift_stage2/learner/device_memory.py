@@ -10,9 +10,9 @@ import torch
 
 
 class DeviceMemory:
-    """What torch keeps for later goes back to the device; weights stay, and optimizer states unless they are offloaded.
+    """Frees a rank's device memory that torch caches, and moves optimizer states to main memory and back if asked to.
 
-    Moving a state there and back changes no bit of it.
+    Weights stay where they are. Moving a state there and back changes no bit of it.
     """
 
     def __init__(self, optimizer: Callable[[], torch.optim.Optimizer | None], *, offloads: bool) -> None:

@@ -69,7 +69,7 @@ class ChannelB:
     longest_fill_s: float | None = None
     """In mode inline, how long a B step waits for its packs at most. None: they are made beside training."""
     phases: Phases | None = None
-    """Where servers sleep while the learner trains."""
+    """None: servers never sleep, because they have devices of their own."""
 
     def with_facts(self, facts: RankFacts, step: int) -> RankFacts:
         """``facts`` with those of channel B, taken at this moment."""

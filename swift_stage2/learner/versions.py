@@ -46,7 +46,7 @@ class LearnerVersions:
         self._due_s: float | None = None  # moment at which the pending version fell due
         self._pending_seconds = 0.0  # of the version that began last
         self.is_asleep = parts.phases is not None
-        """Whether servers that share the learner's devices sleep, or none has been woken yet."""
+        """True while the servers that use the learner's devices sleep, and before the first phase."""
         self.asked: tuple[int, ...] = (0,) * len(parts.base_urls)
         """By server, the version that it is asked under; 0 if it is not asked."""
 

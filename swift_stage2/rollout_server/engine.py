@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
+_IDLE_SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +350,8 @@ class Engine(ABC):
             job.future.set_exception(error)
 
     def _run_to_the_end(self) -> None:
-        self._may_load.wait()  # deadline: until somebody asks, or the engine is closed
+        while not self._may_load.wait(_IDLE_SLICE_S):  # nobody has asked yet, nor closed the engine
+            continue
         try:
             if self._state in (EngineState.UNLOADED, EngineState.LOADING):
                 self._state = EngineState.LOADING
