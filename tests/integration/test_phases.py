@@ -134,6 +134,8 @@ def test_a_run_goes_on_whatever_becomes_of_its_servers_and_loses_nothing(
 
         stopped_halfway(run).kill()
         until_later(run, lambda proven: proven == (0, 1), "a phase with both servers")
+        told = [report["error"] or "" for each in run.audit("round") for report in each["servers"].values()]
+        assert [each for each in told if wire.INSTALL in each and "in time" not in each], told
 
         def is_filling() -> bool:
             """A round is told before the packs of its phase are made, and their step after it."""
