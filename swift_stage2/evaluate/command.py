@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
+from swift_stage2.data.paper_scores import all_points
 from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
     scores, num_missing = _score(rows, predictions), _num_missing(predictions)
-    points, bounds = scores.points(), scores.intervals(_NUM_DRAWS)
+    points, bounds = all_points(scores), scores.intervals(_NUM_DRAWS)
     gallery = worst_images(rows, predictions, scores)
     has_scores = any(each and each.scores is not None for each in predictions)
     how = (
@@ -81,6 +83,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": scores.errors(),
+        "errors_by_number": scores.errors_by_number(),
     }
     return facts, evaluation_sections(scores, points, bounds, remarks, gallery), num_missing
 
@@ -89,7 +92,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     both = [read_predictions(path, rows) for path in options.compare]
     first, second = (_score(rows, each) for each in both)
     bounds = second.intervals(_NUM_DRAWS, minus=first)
-    before, after = first.points(), second.points()
+    before, after = all_points(first), all_points(second)
     missing = list(map(_num_missing, both))
     remarks = [Sentence(f"{name}: {path}") for name, path in zip("AB", options.compare, strict=True)]
     remarks += [
@@ -152,10 +155,14 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
             num_in_flight=options.in_flight,
         )
         with progress_bar(len(rows), "answers") as move_to:
+            begun = time.monotonic()
             found = asking.ask_server(base_url, rows, encoder, questions, move_to)
+            boxes_per_s = sum(len(each.objects.bbox) for each in found) / (time.monotonic() - begun)
     path = folder / PREDICTIONS_FILE
     write_predictions(path, found)
     say(f"predictions: {path}", is_error=True)
+    by = options.server or f"engine {options.engine or ServerEngine.TRANSFORMERS}"
+    say(f"speed: {boxes_per_s:.1f} boxes/s with --in-flight {options.in_flight}, {by}", is_error=True)
     return found
 
 

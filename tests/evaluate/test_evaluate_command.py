@@ -56,10 +56,11 @@ def test_table_json_and_page_tell_the_same(
     assert f"{f1['low']:.3f} … {f1['high']:.3f}" in told
     assert "low" not in metrics["eval/ap"]
     assert facts["errors"]["Cls"]["count"] == facts["errors"]["Bkg"]["count"] == 1
+    assert facts["errors_by_number"]["0"] | {"images": 1, "Bkg": 1} == facts["errors_by_number"]["0"]
     assert (facts["num_images"], facts["draws"]) == (3, 1000)
     page = (output / "evaluation.html").read_text(encoding="utf-8")
     text = html.unescape(page)
-    for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou"):
+    for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou", "eval/acc_50"):
         value = f"{metrics[name]['value']:.3f}"
         assert name in told
         assert value in told
