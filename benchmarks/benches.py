@@ -74,8 +74,8 @@ _ALL = (
         name="learning",
         purpose="A alone, on answers that were corrected before, or with a share of B: F1 on held-out scenes",
         detail="Arms: a; once and renewN, whose rows stage 1, or every N steps the newest weights, put in the order in "
-        "which they find objects; bR, bR/grpo and bR/mixed with a share R of inline B steps; first and firstN, which "
-        "are b1 with rollouts of stage 1, or with new weights every N steps. a@1400: also scored after 1400 steps.",
+        "which they find objects, greedily; bR, bR/grpo and bR/mixed with a share R of inline B steps, sampled; first, "
+        "firstN: b1 with rollouts of stage 1, or new weights every N steps. a@1400: also scored after 1400 steps.",
         takes="about 5 minutes per arm and seed",
         succeeds="everything was trained and scored",
         options=(

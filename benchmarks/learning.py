@@ -1,8 +1,8 @@
 """``swift-stage2 bench learning``: whether channel B pays, on scenes whose truth is known, and what it pays for.
 
 Every arm starts from the same stage-1 weights and trains the same scenes with the same seed. The learning rate stays
-the same, so a longer run is a shorter one resumed, and one run is scored at several steps. Each score is a line of
-``--results``, never measured again; the tables are made from that file alone.
+the same, so a longer run is a shorter one resumed (to the last bit on channel A; on B with a version more), and one run
+is scored at several steps. Each score is a line of ``--results``, never measured again; tables are made of it alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from swift_stage2.telemetry.summary import summarise
 _CONSTANT_RATE = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 30, "warmup_ratio": 0.0}
 _STEPS_OF_ALL_SCENES = 64
 _NEVER = 1_000_000
-_CADENCE = 4  # the demo's
 _NEAR = 0.1  # of --core-seconds
 _WORD = re.compile(
     r"(?P<name>a|once|first|(?:renew|first)(?P<every>[1-9]\d*)|b(?P<ratio>1|0?\.\d+)(?:/(?P<objective>grpo|mixed))?)"
@@ -50,7 +49,7 @@ class Arm:
     b_ratio: float = 0.0
     objective: Objective = Objective.CORRECTED_TARGET
     corrects_every: int = 0  # steps from one correction of all rows to the next; 0 is none at all
-    sync_every: int = _CADENCE  # steps from one version to the next, on channel B
+    sync_every: int = 4  # steps from one version to the next, on channel B; 4 is the demo's
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def check(options: argparse.Namespace) -> list[Arm]:
         every = int(found["every"] or (_NEVER if name in ("once", "first") else 0))
         b_ratio = float(ratio or name.startswith("first"))
         objective = Objective(objective or Objective.CORRECTED_TARGET)
-        arms.append(Arm(name, steps, b_ratio, objective, 0 if b_ratio else every, every or _CADENCE))
+        arms.append(Arm(name, steps, b_ratio, objective, 0 if b_ratio else every, every or 4))
     return arms
 
 
@@ -90,6 +89,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         "learning_rate": options.learning_rate,
     }
     machine = {"state": project_state(), "cpu": cpu_model()}
+    path.parent.mkdir(exist_ok=True)
     path.touch()
     with Processes(directory / "logs") as processes:
         for seed in range(options.seeds):

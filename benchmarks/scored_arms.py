@@ -36,7 +36,7 @@ _COLUMNS = {
     "of 4": ("objects/4-7/recall", ".3f"),
     "twice, a picture": ("duplicates", ".3f"),
 }
-"""Of the table: name and form of what ``scores_of`` gives. A number that stage 1 has not got is no column."""
+"""Of the table: name and form of what ``scores_of`` gives. What nobody has is no column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +129,12 @@ def score_table(
 
     ``references`` by heading: the gain in F1 over the arm with the same seed.
     """
-    shown = {heading: column for heading, column in _COLUMNS.items() if column[0] in start}
+    scored = [start, *(arm.score for group in groups.values() for arm in group)]
+    shown = {heading: each for heading, each in _COLUMNS.items() if any(each[0] in score for score in scored)}
 
     def cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
-        return [
-            mean_and_range([each.get(name, 0.0) for each in scores], form) for name, form in shown.values()
-        ]
+        found = ([each[name] for each in scores if name in each] for name, _ in shown.values())
+        return [mean_and_range(own, form) for own, (_, form) in zip(found, shown.values(), strict=True)]
 
     rows = [("stage 1, before", *[""] * (len(columns) + len(references)), *cells([start]))]
     for name, group in groups.items():
