@@ -127,13 +127,25 @@ def _bounds(bounds: Mapping[str, Bounds], name: str) -> dict[str, float]:
 
 
 def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Prediction]:
+    path = (options.output or _FOLDER) / PREDICTIONS_FILE
+    found = ask(rows, options, path.parent)
+    write_predictions(path, found)
+    say(f"predictions: {path}", is_error=True)
+    return found
+
+
+def ask(rows: Sequence[TrueRow], options: argparse.Namespace, folder: Path, **more: Any) -> list[Prediction]:
+    """A prediction per row, as ``ask_server`` has it; ``folder`` gets the log of a server of our own.
+
+    ``more`` are further ``AskingSettings``. Raises UserError: model or server cannot be used.
+    """
     if not options.model:
         raise UserError(
             "--server needs --model DIR, whose template says what boxes are measured in", remedy="give it"
         )
     if options.server:
         require_answer(options.server)  # before anything slow
-    swift, folder = set_values({}, options.swift, "--swift"), options.output or _FOLDER
+    swift = set_values({}, options.swift, "--swift")
     arguments = {**swift, "model": options.model}
     check_model(arguments, of="--")
     if not swift.get("external_plugins"):
@@ -153,14 +165,12 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
             max_new_tokens=options.max_new_tokens,
             timeout_s=options.timeout_s,
             num_in_flight=options.in_flight,
+            **more,
         )
         with progress_bar(len(rows), "answers") as move_to:
             begun = time.monotonic()
             found = asking.ask_server(base_url, rows, encoder, questions, move_to)
             boxes_per_s = sum(len(each.objects.bbox) for each in found) / (time.monotonic() - begun)
-    path = folder / PREDICTIONS_FILE
-    write_predictions(path, found)
-    say(f"predictions: {path}", is_error=True)
     by = options.server or f"engine {options.engine or ServerEngine.TRANSFORMERS}"
     say(f"speed: {boxes_per_s:.1f} boxes/s with --in-flight {options.in_flight}, {by}", is_error=True)
     return found
@@ -204,23 +214,29 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--compare", nargs=2, type=Path, metavar=places, help="two files of predictions")
     model_help = "a checkpoint to ask; without --server one of our own serves it while the command runs"
     add("--model", metavar="DIR", help=model_help)
-    add("--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)")
-    swift_help = "with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm"
-    add("--swift", action="append", default=[], metavar="KEY=VALUE", help=swift_help)
     add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
     json_help = "print JSON; page and evaluation.json are then written only with --output"
     add("--json", action="store_true", help=json_help)
-    add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
-    add(
-        "--timeout-s", type=whole_number(1), default=300, metavar="S", help="deadline of a call (default 300)"
-    )
-    add("--in-flight", type=whole_number(1), default=16, metavar="N", help="rows asked at once (default 16)")
+    add_asking_options(parser)
     options = parser.parse_args(argv)
     if not (options.predictions or options.compare or options.model or options.server):
         parser.error("one of --model, --server, --predictions and --compare is required")
     if options.engine and not (_asks(options) and not options.server):
         parser.error("--engine is of the server that --model alone starts; leave it out")
     return options
+
+
+def add_asking_options(parser: argparse.ArgumentParser) -> None:
+    """Those of how a model is asked."""
+    add = parser.add_argument
+    add("--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)")
+    swift_help = "with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm"
+    add("--swift", action="append", default=[], metavar="KEY=VALUE", help=swift_help)
+    add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
+    add(
+        "--timeout-s", type=whole_number(1), default=300, metavar="S", help="deadline of a call (default 300)"
+    )
+    add("--in-flight", type=whole_number(1), default=16, metavar="N", help="rows asked at once (default 16)")
 
 
 def _asks(options: argparse.Namespace) -> bool:
