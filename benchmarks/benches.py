@@ -90,6 +90,16 @@ _ALL = (
         ),
     ),
     Bench(
+        name="turns",
+        purpose="F1 of last answers with a second turn that asks to look again, once A has taught it (vLLM)",
+        takes="about 7 minutes, and 10 per seed",
+        options=(
+            Option("lessons", 800, "optimizer steps of channel A that teach the second turn", least=1),
+            Option("steps", 60, "optimizer steps per arm, all of B", least=1),
+            Option("seeds", 3, "seeds 0, 1, …", least=1),
+        ),
+    ),
+    Bench(
         name="staleness",
         purpose="F1 against the versions between a rollout's making and its training",
         detail="At equal B steps.",

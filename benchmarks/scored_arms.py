@@ -24,6 +24,8 @@ _COLUMNS = {
     "steps": ("steps", ".0f"),
     "B steps": ("b_steps", ".0f"),
     "core, s": ("core_seconds", ".0f"),
+    "rollouts": ("rollouts", ".0f"),
+    "wall, s": ("wall_seconds", ".0f"),
     "F1": ("f1", ".3f"),
     "F1 0.5..0.95": ("f1_50_95", ".3f"),
     "AP": ("ap", ".3f"),
@@ -87,7 +89,7 @@ def train(
     say(f"training {name}")
     http, group = free_ports(2)
     server = {"launch": {"servers": [server_entry(job.engine)]}} if job.b_ratio else {}
-    path = write_job(job, (http, group), {**changes, **server})
+    path = write_job(job, (http, group), {**server, **changes})
     words = ("-m", "swift_stage2", "launch", "--verbose", str(path), *["--resume"] * job.run_dir.exists())
     deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps
     processes.run(name, (sys.executable, *words), deadline_s=deadline_s, environment=environment)

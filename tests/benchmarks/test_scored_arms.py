@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from benchmarks import learning
+from benchmarks import learning, turns
 from benchmarks.plugins.lagging import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
 from benchmarks.servers import write_job
 from benchmarks.staleness import plan_arms
@@ -157,3 +159,44 @@ def test_arms_of_a_lag_differ_in_the_lag_alone(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len({job.directory for _, job in arms}) == 6
     assert len({job.rows for _, job in arms[:3]}) == 1
+
+
+@pytest.fixture
+def taught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoJob, dict[str, Any]]]:
+    monkeypatch.setattr("swift_stage2.demo.demo_config.require_vllm", lambda **_: None)
+    return list(turns.plan_jobs(tmp_path, argparse.Namespace(lessons=4, steps=2, seeds=2)))
+
+
+def test_lessons_have_every_second_row_look_again_at_what_its_first_answer_left_out(
+    taught: list[tuple[DemoJob, dict[str, Any]]],
+) -> None:
+    job, _ = taught[0]
+    assert (job.b_ratio, job.swift["loss_scale"]) == (0.0, "last_round"), "what leaves out is not trained"
+    rows = [json.loads(line) for line in job.rows.read_text().splitlines()]
+    assert [len(row["messages"]) for row in rows[:4]] == [4, 2, 4, 2]
+    num_told = num_all = 0
+    for row in rows[::2]:
+        _, first, again, whole = row["messages"]
+        objects = [*zip(row["objects"]["ref"], row["objects"]["bbox"], strict=True)]
+        told = [(each["label"], each["bbox_2d"]) for each in json.loads(first["content"])]
+        assert [each for each in objects if each in told] == told
+        assert again["content"].startswith("Look again")
+        assert whole["content"].count("<bbox>") == len(objects)
+        num_told, num_all = num_told + len(told), num_all + len(objects)
+    assert num_all / 3 < num_told < num_all * 2 / 3
+
+
+def test_arms_of_turns_differ_in_the_second_turn_alone(taught: list[tuple[DemoJob, dict[str, Any]]]) -> None:
+    found = []
+    for job, changes in taught[1:]:
+        config = yaml.safe_load(
+            write_job(job, (4001, 4002), changes).read_text().replace(job.directory.name, "")
+        )
+        arguments = config["launch"]["servers"][0]["args"]
+        scheduler = [arguments.pop(name, None) for name in ("multi_turn_scheduler", "max_turns")]
+        found.append((job.seed, job.num_steps, config["rollout"].pop("max_turns"), scheduler, config))
+    ones, twos = found[::2], found[1::2]
+    assert [each[:2] for each in ones] == [each[:2] for each in twos] == [(3, 1), (0, 2), (1, 2)]
+    assert [each[4] for each in ones] == [each[4] for each in twos]
+    assert {(each[2], *each[3]) for each in ones} == {(1, None, None)}
+    assert {(each[2], *each[3]) for each in twos} == {(2, "look_again", 2)}
