@@ -351,7 +351,7 @@ def test_a_server_that_is_killed_asleep_is_woken_in_the_phase_after_it_answers(
         assert [step for step, _, proven in scenario["rounds"] if proven] == [0, 3, 7]
 
 
-def test_a_server_that_answers_while_the_others_sleep_waits_for_the_next_phase(
+def test_a_server_that_answers_while_the_others_sleep_wakes_in_the_next_phase_with_time_to_load(
     results: list[dict[str, Any]],
 ) -> None:
     require_turns(together(results, "phases_joined"), 2)

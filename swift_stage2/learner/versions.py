@@ -245,7 +245,10 @@ class LearnerVersions:
             self._pending_seconds = 0.0
 
     def _await_version(self, step: int) -> None:
-        """Returns when all pushes have ended; the first proof shortens their time. Bounded by the pushes' deadlines."""
+        """Returns when all pushes have ended; bounded by their deadlines.
+
+        The first proof shortens the others' time, except in phases: a server that was started again loads only now.
+        """
         while True:
             outcome, news = self._agree(step)
             self.apply(step, outcome, news)
@@ -253,6 +256,6 @@ class LearnerVersions:
             may_leave = outcome.stop_requested and self._b.phases is None
             if may_leave or not self.is_publishing:
                 return
-            if any(self.asked) and self._b.updates is not None:
+            if any(self.asked) and self._b.updates is not None and self._b.phases is None:
                 self._b.updates.hurry("after the first proof")
             time.sleep(_LOOK_S)
