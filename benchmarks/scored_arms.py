@@ -138,14 +138,14 @@ def score_table(
         found = ([each[name] for each in scores if name in each] for name, _ in shown.values())
         return [mean_and_range(own, form) for own, (_, form) in zip(found, shown.values(), strict=True)]
 
-    rows = [("stage 1, before", *[""] * (len(columns) + len(references)), *cells([start]))]
+    rows = [("before", *[""] * (len(columns) + len(references)), *cells([start]))]
     for name, group in groups.items():
         if group:
             gains = ("" if group is other else _gain(group, other) for other in references.values())
             own = (column(group) for column in columns.values())
             rows.append((name, *own, *gains, *cells([arm.score for arm in group])))
-    seeds = {arm.seed for group in groups.values() for arm in group}
-    title = f"Held-out detection {when}, {start['num_images']} scenes, {len(seeds)} seed(s): mean (lowest..highest)"
+    num_seeds = max(map(len, groups.values()))
+    title = f"Held-out detection {when}, {start['num_images']} scenes, {num_seeds} seed(s): mean (lowest..highest)"
     return ResultTable(title, ("arm", *columns, *references, *shown), rows)
 
 
