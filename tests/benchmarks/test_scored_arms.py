@@ -105,7 +105,10 @@ def test_arms_are_trained_in_pieces_and_a_score_that_is_there_is_not_measured_ag
     steps, core = (other / "learning.md").read_text().split("at 12 core seconds")
     assert re.search(r"\| once .*\| \+0.100 ", steps)
     assert re.search(r"\| first .*\| \+0.000 .*\| -0.100 ", steps)
-    assert re.findall(r"^\| (\S+) .*\| (0\.\d+) ", core, re.MULTILINE) == [("before", "0.500"), ("a", "0.500")]
+    assert re.findall(r"^\| (\S+) .*\| (0\.\d+) ", core, re.MULTILINE) == [
+        ("before", "0.500"),
+        ("a", "0.500"),
+    ]
 
 
 @dataclass
