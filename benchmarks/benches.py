@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks.command import Bench, Option
 
 FAULTS = (
@@ -70,16 +72,21 @@ _ALL = (
     ),
     Bench(
         name="learning",
-        purpose="A alone against a share of B, by objective: F1 on held-out scenes",
-        takes="about 2 minutes per arm and seed",
+        purpose="A alone, on answers that were corrected before, or with a share of B: F1 on held-out scenes",
+        detail="Arms: a; once and renewN, whose rows stage 1, or every N steps the newest weights, put in the order in "
+        "which they find objects, greedily; bR, bR/grpo and bR/mixed with a share R of inline B steps, sampled; first, "
+        "firstN: b1 with rollouts of stage 1, or new weights every N steps. a@1400: also scored after 1400 steps.",
+        takes="about 5 minutes per arm and seed",
         succeeds="everything was trained and scored",
         options=(
+            Option("arms", ["a", "b0.3"], "what is compared", metavar="ARM"),
             Option("steps", 200, "optimizer steps", least=1),
             Option("seeds", 1, "seeds 0, 1, …", least=1),
-            Option("b-ratios", [0.0, 0.3], "arms", least=0, most=1),
-            Option("objective", ["corrected_target"], "what channel B trains", choices=_OBJECTIVES),
             Option("kind", "shapes", "what is in the scenes", choices=("shapes", "digits")),
             Option("learning-rate", 1e-4, "of every arm", least=1e-9),
+            Option("model", None, "stage 1 (default the demo's)", kind=Path, metavar="DIR"),
+            Option("core-seconds", 0.0, "also compares scores that took about as many", least=0),
+            Option("results", None, "keeps scores (default in the output)", kind=Path, metavar="FILE"),
         ),
     ),
     Bench(

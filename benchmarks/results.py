@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -86,14 +87,24 @@ def _stamp(name: str) -> str:
     """The command, its time, the state of the project and the machine, which figures depend on."""
     command = shlex.join(["swift-stage2", "bench", name, *sys.argv[2:]])
     now = datetime.datetime.now().astimezone().isoformat(timespec="minutes")
-    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
-    try:
-        state = subprocess.run(git, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        state = version("swift_stage2")
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers", "ms-swift"))
-    return f"`{command}`, {now}, state {state}; {platform.machine()}, {cores}; {packages}"
+    return f"`{command}`, {now}, state {project_state()}; {platform.machine()}, {cores}; {packages}"
+
+
+def project_state() -> str:
+    """The commit, told where files differ from it; without git the version."""
+    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return version("swift_stage2")
+
+
+def cpu_model() -> str:
+    """As Linux names it, which names none on some architectures."""
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return found[1] if found else platform.machine()
 
 
 def in_turns(arms: Iterable[Item], repeats: int) -> Iterator[tuple[int, Item]]:

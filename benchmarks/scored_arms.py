@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.processes import DEADLINE_PER_STEP_S, START_DEADLINE_S, Processes
 from benchmarks.results import ResultTable, say
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, write_config
+from benchmarks.servers import write_job
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, server_entry
 from swift_stage2.demo.scenes import SceneKind, num_train_samples, write_scenes
 from swift_stage2.runtime.network import free_ports
 
 _NUM_HELD_OUT = 512
 _SCORE_DEADLINE_S = 300.0  # per checkpoint
-_SCORES = {
-    "F1": "f1",
-    "AP": "ap",
-    "precision": "precision",
-    "recall": "recall",
-    "mean IoU": "mean_iou",
+_COLUMNS = {
+    "steps": ("steps", ".0f"),
+    "B steps": ("b_steps", ".0f"),
+    "core, s": ("core_seconds", ".0f"),
+    "F1": ("f1", ".3f"),
+    "F1 0.5..0.95": ("f1_50_95", ".3f"),
+    "AP": ("ap", ".3f"),
+    "AP without scores": ("ap_without_scores", ".3f"),
+    "ECE": ("ece", ".3f"),
+    "precision": ("precision", ".3f"),
+    "recall": ("recall", ".3f"),
+    "of 1": ("objects/1/recall", ".3f"),
+    "of 2-3": ("objects/2-3/recall", ".3f"),
+    "of 4": ("objects/4-7/recall", ".3f"),
+    "twice, a picture": ("duplicates", ".3f"),
 }
+"""Of the table: name and form of what ``scores_of`` gives. What nobody has is no column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +61,7 @@ def first_job(directory: Path, num_steps: int, seed: int, b_ratio: float, kind: 
 
 def train_and_score(
     directory: Path, arms: Sequence[tuple[DemoJob, Mapping[str, str]]]
-) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Trains jobs, each with its environment; scores stage 1 and all of them on seed 0's held-out scenes.
 
     Raises:
@@ -57,61 +69,84 @@ def train_and_score(
     """
     with Processes(directory / "logs") as processes:
         for job, environment in arms:
-            name = "-".join(job.directory.parts[-2:])
-            say(f"training {name}")
-            http, group = free_ports(2)
-            write_config(job, (http, group))
-            processes.run(
-                name,
-                (sys.executable, "-m", "swift_stage2", "launch", "--verbose", str(job.config_path)),
-                deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
-                environment=environment,
-            )
+            train(processes, job, environment, {})
         say("scoring every checkpoint on the same held-out scenes")
-        rows, scores = directory / "seed0" / "held_out" / "rows.jsonl", list[Mapping[str, float]]()
-        for number, checkpoint in enumerate((STAGE1, *(job.checkpoint for job, _ in arms))):
-            output = directory / "scores" / str(number)
-            command = evaluation_command(rows, checkpoint, output)
-            processes.run(f"evaluation-{number}", command, deadline_s=_SCORE_DEADLINE_S)
-            scores.append(read_scores(output))
-    return scores[0], scores[1:]
+        rows = directory / "seed0" / "held_out" / "rows.jsonl"
+        start, *scores = [
+            scores_of(score(processes, rows, checkpoint, directory / "scores" / str(number)))
+            for number, checkpoint in enumerate((STAGE1, *(job.checkpoint for job, _ in arms)))
+        ]
+    return start, scores
+
+
+def train(
+    processes: Processes, job: DemoJob, environment: Mapping[str, str], changes: Mapping[str, Any]
+) -> None:
+    """Launches a job, with ``changes`` of its configuration; one that has trained before goes on."""
+    name = "-".join((*job.directory.parts[-2:], str(job.num_steps)))
+    say(f"training {name}")
+    http, group = free_ports(2)
+    server = {"launch": {"servers": [server_entry(job.engine)]}} if job.b_ratio else {}
+    path = write_job(job, (http, group), {**changes, **server})
+    words = ("-m", "swift_stage2", "launch", "--verbose", str(path), *["--resume"] * job.run_dir.exists())
+    deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps
+    processes.run(name, (sys.executable, *words), deadline_s=deadline_s, environment=environment)
+
+
+def correct(processes: Processes, rows: Path, checkpoint: Path, output: Path) -> None:
+    """Writes ``rows`` as a checkpoint finds their objects, greedily; missed ones follow in reading order."""
+    words = [*evaluation_command(rows, checkpoint, output), "--missed-order", "reading", "--force"]
+    words[words.index("evaluate")] = "correct"
+    name = "-".join(("correct", *output.parts[-3:-1], checkpoint.name))
+    processes.run(name, tuple(words), deadline_s=START_DEADLINE_S)
+
+
+def score(processes: Processes, rows: Path, checkpoint: Path, output: Path) -> dict[str, Any]:
+    """What ``evaluate`` finds, without classes and intervals."""
+    name = "-".join(("scores", *output.parts[-3:]))
+    processes.run(name, evaluation_command(rows, checkpoint, output), deadline_s=_SCORE_DEADLINE_S)
+    found: dict[str, Any] = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
+    values = {name: round(metric["value"], 6) for name, metric in found.pop("metrics").items()}
+    kept = {name: each for name, each in found.items() if name not in ("data", "source")}
+    return kept | {"metrics": {name: each for name, each in values.items() if not name.startswith("class/")}}
+
+
+def scores_of(found: Mapping[str, Any]) -> dict[str, float]:
+    """Its numbers, and its metrics without ``eval/``; ``duplicates`` are TIDE's, per picture."""
+    numbers = {name: each for name, each in found.items() if isinstance(each, (int, float))}
+    metrics = {name.removeprefix("eval/"): each for name, each in found["metrics"].items()}
+    return numbers | metrics | {"duplicates": found["errors"]["Dupe"]["count"] / found["num_images"]}
 
 
 def score_table(
-    num_steps: int,
+    when: str,
     start: Mapping[str, float],
-    groups: Collection[Sequence[ArmT]],
-    reference: Sequence[ArmT],
-    columns: Columns[ArmT],
-    over: str,
+    groups: Mapping[str, Sequence[ArmT]],
+    references: Mapping[str, Sequence[ArmT]],
+    columns: Columns[ArmT] = MappingProxyType({}),
 ) -> ResultTable:
-    """Stage 1, then one row per group: means over seeds, with the range where there are several.
+    """Stage 1, then one row per group that has arms: means over seeds, with the range where there are several.
 
-    ``over`` heads the gain in F1 over the arm of ``reference`` with the same seed; the first column names the group.
+    ``references`` by heading: the gain in F1 over the arm with the same seed.
     """
+    scored = [start, *(arm.score for group in groups.values() for arm in group)]
+    shown = {heading: each for heading, each in _COLUMNS.items() if any(each[0] in score for score in scored)}
+
+    def cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
+        found = ([each[name] for each in scores if name in each] for name, _ in shown.values())
+        return [mean_and_range(own, form) for own, (_, form) in zip(found, shown.values(), strict=True)]
+
+    rows = [("stage 1, before", *[""] * (len(columns) + len(references)), *cells([start]))]
+    for name, group in groups.items():
+        if group:
+            gains = ("" if group is other else _gain(group, other) for other in references.values())
+            own = (column(group) for column in columns.values())
+            rows.append((name, *own, *gains, *cells([arm.score for arm in group])))
+    seeds = {arm.seed for group in groups.values() for arm in group}
+    title = f"Held-out detection {when}, {start['num_images']} scenes, {len(seeds)} seed(s): mean (lowest..highest)"
+    return ResultTable(title, ("arm", *columns, *references, *shown), rows)
+
+
+def _gain(group: Sequence[ScoredArm], reference: Sequence[ScoredArm]) -> str:
     first = {arm.seed: arm.score["f1"] for arm in reference}
-    seeds = {arm.seed for group in groups for arm in group}
-    rows = [("stage 1, before", *[""] * len(columns), *_score_cells([start]))]
-    for group in groups:
-        gains = [arm.score["f1"] - first[arm.seed] for arm in group if arm.seed in first]
-        cells = [column(group) for column in columns.values()]
-        gained = "" if group is reference else gain_words(gains, "+.3f")
-        rows.append((*cells, gained, *_score_cells([arm.score for arm in group])))
-    return ResultTable(
-        f"Held-out detection after {num_steps} steps, {start['num_images']} scenes, {len(seeds)} seed(s): "
-        "mean (lowest..highest)",
-        (*columns, over, *_SCORES),
-        rows,
-    )
-
-
-def _score_cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
-    return [mean_and_range([score[name] for score in scores], ".3f") for name in _SCORES.values()]
-
-
-def read_scores(output: Path) -> dict[str, float]:
-    """Metrics of all objects that ``evaluate`` has left, by name, and ``num_images``; a ratio of nothing is 0."""
-    found = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
-    metrics, nothing = found["metrics"], {"value": 0.0}
-    scores = {name: metrics.get(f"eval/{name}", nothing)["value"] for name in _SCORES.values()}
-    return {**scores, "num_images": found["num_images"]}
+    return gain_words([arm.score["f1"] - first[arm.seed] for arm in group if arm.seed in first], "+.3f")

@@ -85,17 +85,15 @@ def plan_arms(
 
 def staleness_table(start: Mapping[str, float], arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
     """One row per lag, beside the first lag; channel A alone above them."""
-    groups = grouped(arms, lambda arm: arm.lag)
+    groups = grouped(arms, lambda arm: arm.name)
     columns: Columns[StaleArm] = {
-        "arm": lambda group: group[0].name,
         "B steps": lambda group: mean_and_range([arm.num_b_steps for arm in group], ".0f"),
         "versions behind": lambda group: mean_and_range(
             [arm.mean_lag for arm in group if arm.mean_lag is not None], ".1f"
         ),
     }
-    first = next(group for lag, group in groups.items() if lag is not None)
-    over = "F1 over the first lag of the same seed"
-    return score_table(num_steps, start, list(groups.values()), first, columns, over)
+    first = next(group for group in groups.values() if group[0].lag is not None)
+    return score_table(f"after {num_steps} steps", start, groups, {"F1 over the first lag": first}, columns)
 
 
 def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:

@@ -37,6 +37,7 @@ _OWN_PARSER = {
     "export": ("data.export_command", "turn predictions or rows into COCO's JSON"),
     "data": ("data.survey", "check every row of a data set, without a model"),
     "evaluate": ("evaluate.command", "detection metrics of a model, a running server or predictions"),
+    "correct": ("evaluate.correct_command", "order the objects of rows as a model finds them, for channel A"),
     "report": ("report.command", "tell how a run went, on one page: speed, quality, what was lost"),
     "rollouts": ("report.rollouts_command", "print finished rollouts, also while the run goes on"),
     "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),

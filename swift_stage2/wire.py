@@ -185,6 +185,7 @@ class ServerInfo(Message):
     manifest: Many[TensorSpec] = ()
     chat_model: Text | None = None
     takes_turns: Flag = False  # it runs a scheduler of several turns
+    sleeps: Flag = False  # it was started with a --sleep-level
 
     @property
     def is_swift_rollout(self) -> bool:

@@ -39,7 +39,7 @@ from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_
 from swift_stage2.config import MatchingConfig, MissedOrder, Stage2Config
 from swift_stage2.config.rules import find
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
-from swift_stage2.records import Coordinates, MatchQuality, ObjectMatch, Rollout, Sample, Target
+from swift_stage2.records import Coordinates, MatchQuality, ObjectMatch, Rollout, Sample, SampleKey, Target
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder
@@ -141,6 +141,11 @@ class DetectionTask(Task):
         twice = self._listed_twice(predicted, truth, match) if self._weighs_duplicates else []
         return self._target(rollout, self.objects_of(truth), tokenise, parsed, match, twice)
 
+    def order_of(self, text: str, truth: Any, key: SampleKey) -> tuple[int, ...]:
+        """Indices of the truth in the order in which ``correct`` lists it for this answer; raises as ``match``."""
+        named = [(found.label, found.box) for found in parse_rollout(text, self._dialect).objects]
+        return self._order(self.match(named, truth), self.objects_of(truth), key)
+
     def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> None:
         """Refuses an answer of channel A that channel B could not write.
 
@@ -213,6 +218,10 @@ class DetectionTask(Task):
             if row["messages"][-1]["role"] == "assistant":
                 yield fill_placeholders(_answer(row), tuple(zip(truth.labels, truth.boxes, strict=True)))
 
+    def _order(self, match: MatchResult, truth: Objects, key: SampleKey) -> tuple[int, ...]:
+        order, num_found = order_ground_truth(match.pairs, len(truth)), len(match.pairs)
+        return (*order[:num_found], *order_missed(order[num_found:], truth, self._missed_order, key))
+
     def _target(
         self,
         rollout: Rollout,
@@ -222,16 +231,13 @@ class DetectionTask(Task):
         match: MatchResult,
         listed_twice: Sequence[int],
     ) -> Target:
-        order, num_found = order_ground_truth(match.pairs, len(truth)), len(match.pairs)
-        found = [truth[number] for number in order[:num_found]]
-        missed = order_missed(
-            [truth[number] for number in order[num_found:]], self._missed_order, rollout.sample.key
-        )
-        is_found = [True] * num_found + [False] * len(missed)
-        pieces = list(self.template.pieces([*found, *missed], is_found))
+        order, num_found = self._order(match, truth, rollout.sample.key), len(match.pairs)
+        objects = [truth[number] for number in order]
+        is_found = [True] * num_found + [False] * (len(objects) - num_found)
+        pieces = list(self.template.pieces(objects, is_found))
         text = "".join(piece for piece, _ in pieces)
         token_ids, offsets = tokenise(text)
-        instead = AlternativeTokens([*found, *missed], self.template, offsets, tokenise)
+        instead = AlternativeTokens(objects, self.template, offsets, tokenise)
         alternatives: Continuations = ()
         duplicates: Continuations = ()
         if self._missed_order is MissedOrder.ANY:

@@ -162,10 +162,10 @@ def order_ground_truth(pairs: Sequence[tuple[int, int]], num_ground_truth: int) 
     return (*found, *sorted(set(range(num_ground_truth)).difference(found)))
 
 
-def order_missed(missed: Objects, order: MissedOrder, key: SampleKey) -> Objects:
-    """``missed`` as ``order`` says; the same for the same attempt at a sample."""
+def order_missed(missed: Sequence[int], truth: Objects, order: MissedOrder, key: SampleKey) -> Sequence[int]:
+    """``missed``, indices of ``truth``, as ``order`` says; the same for the same attempt at a sample."""
     if order is MissedOrder.READING:
-        return sorted(missed, key=lambda each: (each[1][1], each[1][0]))
+        return sorted(missed, key=lambda number: (truth[number][1][1], truth[number][1][0]))
     if order is MissedOrder.RANDOM:
         return random.Random(repr(list(key))).sample(missed, len(missed))
     return missed

@@ -26,6 +26,7 @@ _NUM_SAMPLES = 16
 _OF_4_BITS = 0.3  # of 16, with their scales; vision tower and output layer stay as they are
 _OF_SLEEPER = 1.5e9  # context, graphs and workspaces of a server that sleeps
 _OF_VLLM = 0.9  # of a device, unless it is told otherwise
+_GPU_BYTES = 80e9  # where none is here to ask
 _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
@@ -98,21 +99,26 @@ def check_memory(
     if not weights:
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")
     rank = rank_memory(config.swift, weights, prepared.args.torch_dtype.itemsize, num_ranks)
-    if not is_host:
+    takes_turns = config.alternates and bool(config.launch.servers)
+    if not is_host and not takes_turns:
         return left_out(
             f"a rank needs {rank.total / 1e9:.3g} GB of a GPU, and more for activations; none is here"
         )
     is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
-    where, room = "of main memory", available_memory_bytes()
-    if not is_on_cpu:
+    where, room = "of main memory", float(available_memory_bytes())
+    if not is_host:
+        where, room = "of a GPU", _GPU_BYTES
+    elif not is_on_cpu:
         where, room = "of the GPU", torch.cuda.get_device_properties(0).total_memory
     kept = f"rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
-    if config.alternates and config.launch.servers:
+    if takes_turns:
         train, rollouts = phase_peaks(config, rank, weights, room, num_ranks)
         found = (
             f"in turns learner and servers need {train / 1e9:.3g} GB while it trains, and more for activations, and "
             f"{rollouts / 1e9:.3g} GB while servers are awake, {where}'s {room / 1e9:.3g} GB; {kept}"
         )
+        if not is_host:
+            return left_out(f"{found}; no GPU is here to compare with")
         if rollouts > room >= train:
             return warning(found, f"lower {UTILIZATION}, or write launch.offload_optimizer: true")
         need = train

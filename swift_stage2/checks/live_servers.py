@@ -251,15 +251,24 @@ def check_identity(base_url: str, config: Stage2Config) -> CheckResult[ServerInf
     answered = f"answered in {1e3 * (time.perf_counter() - started):.0f} ms"
     if info.stock:
         kind = f"vllm serve, asked for {info.chat_model}" if info.chat_model else "stock swift rollout"
-        return ok(f"{kind}, {answered}", info)
-    weights = (
-        f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
-    )
-    found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
+        found = f"{kind}, {answered}"
+    else:
+        weights = (
+            f"version {info.weight_version} of run {info.run_id}"
+            if info.run_id
+            else "those of its checkpoint"
+        )
+        found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
     if info.state == INSTALLING_STATE:
         return failed(
             f"{found}: another run has it install weights",
             "end that run, or wait until the install is over, and run the doctor again: runs cannot share a server",
+        )
+    if config.alternates and not info.sleeps:
+        return warning(
+            f"{found}: it does not sleep, so it keeps its memory while the learner trains",
+            "start it with swift-stage2 rollout --sleep-level 2, or write stage2_ab.mode: async",
+            info,
         )
     if info.state == RefusalReason.UNPROVEN:
         return warning(

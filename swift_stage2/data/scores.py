@@ -1,7 +1,7 @@
 """Every metric of one set of predictions, by name; of precision, recall and F1 also of images drawn again.
 
 Names are those of an evaluation during training (``eval/f1``); a part of the objects has its own in front of them:
-``class/LABEL/f1``, ``objects/2-3/recall``. AP, AR and error types are hotcoco's; precision,
+``class/LABEL/f1``, ``objects/2-3/recall``, ``aspect/2:1 to 4:1/f1``. AP, AR and error types are hotcoco's; precision,
 recall and F1 are counted here, of pairs of one class that are matched one to one as in training (``channel_b.matching``
 with ``same_label`` and its default costs). Pure.
 """
@@ -29,6 +29,8 @@ THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """COCO's: 0.5, 0.55, … 0.95."""
 OBJECT_COUNTS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16-31": 16, "32 or more": 32}
 """Parts by the number of true objects in an image, and where each begins."""
+ASPECTS = ("beyond 1:4", "1:4 to 1:2", "1:2 to 2:1", "2:1 to 4:1", "beyond 4:1")
+"""Parts by width : height of a box. A pair counts where the true object does, as often as predicted and as true."""
 ERRORS = {
     "Cls": "right place, wrong class",
     "Loc": "right class, IoU of 0.1 to 0.5",
@@ -82,6 +84,12 @@ class DetectionData:
     classes: tuple[str, ...]
     truth: ObjectArrays
     predicted: ObjectArrays
+
+    def parts_by_number(self) -> Numbers:
+        """Of every image, the number of its part in ``OBJECT_COUNTS``."""
+        numbers = np.bincount(self.truth.images, minlength=self.num_images)
+        parts: Numbers = np.searchsorted(list(OBJECT_COUNTS.values()), numbers, side="right") - 1
+        return parts
 
 
 _Side = Sequence[tuple[Sequence[str], Sequence[Sequence[float]], Sequence[float] | None]]
@@ -167,9 +175,20 @@ class DetectionScores:
         }
 
     def counts(self, kind: str) -> dict[str, Counts]:
-        """By part of one kind (class, objects)."""
+        """By part of one kind (class, objects, aspect)."""
         found = zip(self.parts, self._totals(), strict=True)
         return {part.removeprefix(f"{kind}/"): total for part, total in found if part.startswith(f"{kind}/")}
+
+    def errors_by_number(self) -> dict[str, dict[str, int]]:
+        """The same numbers by ``OBJECT_COUNTS``, beside how many ``images`` those are; they add up to the whole's."""
+        parts, found = self.data.parts_by_number(), dict[str, dict[str, int]]()
+        for number in np.unique(parts).tolist():  # not those without images: hotcoco takes none for all
+            images = np.flatnonzero(parts == number) + 1
+            of_part = hotcoco.COCOeval(self._coco.coco_gt, self._coco.coco_dt, "bbox")
+            of_part.params.img_ids = images.tolist()
+            of_part.evaluate()
+            found[list(OBJECT_COUNTS)[number]] = {"images": len(images), **of_part.tide_errors()["counts"]}
+        return found
 
     def intervals(self, num_draws: int, minus: DetectionScores | None = None) -> dict[str, Bounds]:
         """Of precision, recall and F1 of every part, by the bootstrap over images: drawn again, as many as there are.
@@ -229,13 +248,16 @@ class DetectionScores:
     def _count(self) -> tuple[list[str], list[csr_array], Reals]:
         """Names of the parts; predicted, true and matched objects per image, a column per part; sums of IoUs."""
         predicted, true = self.data.predicted, self.data.truth
-        numbers = np.bincount(true.images, minlength=self.data.num_images)
-        by_number = np.searchsorted(list(OBJECT_COUNTS.values()), numbers, side="right") - 1
+        by_number = self.data.parts_by_number()
+        aspects, true_aspects = _aspects(predicted.boxes), _aspects(true.boxes)
+        predictions, found = self._found
+        aspects[predictions] = true_aspects[found]
         # Of each kind: the names of its parts, and the number of the part that each object of a side is in.
         kinds = {
             "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
             "class": (self.data.classes, predicted.labels, true.labels),
             "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
+            "aspect": (ASPECTS, aspects, true_aspects),
         }
         parts: list[str] = []
         said, there = [], []
@@ -243,11 +265,11 @@ class DetectionScores:
             said.append(len(parts) + of_said)
             there.append(len(parts) + of_there)
             parts += [f"{kind}/{name}".removesuffix("/") for name in names]
-        matched = np.stack(there)[:, self._found]  # a pair counts where its true object does
+        matched = np.stack(there)[:, found]  # a pair counts where its true object does
         sides = (
             (predicted.images, np.stack(said)),
             (true.images, np.stack(there)),
-            (true.images[self._found], matched),
+            (true.images[found], matched),
         )
         tallies = [
             csr_array(
@@ -267,12 +289,12 @@ Pairs = tuple[tuple[int, int, float], ...]
 
 
 def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
-    """The pairs of one class at IoU 0.5 by image, the true objects in them by their place in ``data``, and how many
-    pairs there are at each threshold."""
+    """The pairs of one class at IoU 0.5 by image, the predictions and the true objects in them by their places in
+    ``data``, and how many pairs there are at each threshold."""
     most = _COSTS.unmatched_prediction_cost + _COSTS.unmatched_ground_truth_cost - 1
     sides, ends = (data.predicted, data.truth), np.arange(data.num_images + 1)
     begins = np.stack([np.searchsorted(side.images, ends) for side in sides])
-    matched, found, numbers = list[Pairs](), list[int](), np.zeros(len(THRESHOLDS), dtype=np.int64)
+    matched, found, numbers = list[Pairs](), list[Numbers](), np.zeros(len(THRESHOLDS), dtype=np.int64)
     for image in range(data.num_images):
         said, true = (slice(*each[image : image + 2]) for each in begins)
         ious = iou_matrix(data.predicted.boxes[said], data.truth.boxes[true])
@@ -282,9 +304,17 @@ def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
             rows, columns = np.nonzero(ious >= least)
             pairs.append(assign(rows, columns, most + ious[rows, columns]))
         matched.append(tuple((one, other, float(ious[one, other])) for one, other in pairs[0]))
-        found += [int(begins[1, image]) + other for _, other in pairs[0]]
+        found += [begins[:, image] + pair for pair in pairs[0]]
         numbers += list(map(len, pairs))
-    return matched, np.array(found, dtype=np.int64), numbers
+    return matched, np.array(found, dtype=np.int64).reshape(-1, 2).T, numbers
+
+
+def _aspects(boxes: Reals) -> Numbers:
+    """Of every box the number of its part in ``ASPECTS``; flat ones go to the ends, a dot to the middle."""
+    width, height = (boxes[:, 2:] - boxes[:, :2]).T
+    above = [width >= height / 4, width >= height / 2, width > 2 * height, width > 4 * height]
+    part: Numbers = np.sum(above, axis=0, dtype=np.int64)
+    return part
 
 
 def _corner_and_size(side: ObjectArrays) -> Reals:

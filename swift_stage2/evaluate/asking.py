@@ -1,4 +1,4 @@
-"""Asks a running server for greedy answers to all rows, and turns its boxes into pixels of the stored images.
+"""Asks a running server for answers to all rows, and turns its boxes into pixels of the stored images.
 
 The model's own template says what the prompt is and what boxes are measured in. A server that reads another prompt is
 refused: it would resize images in another way, and every box would be off. A row that the server refuses or that the
@@ -46,6 +46,9 @@ class AskingSettings:
     max_new_tokens: int
     timeout_s: float
     num_in_flight: int
+    temperature: float = 0.0
+    on_answer: Callable[[TrueRow, PromptEncoding, str], None] = lambda row, prompt, answer: None
+    """Is told every answer as it arrives."""
 
 
 @contextmanager
@@ -154,9 +157,10 @@ class _Asking:
 
     async def _post(self, route: InferRoute, question: _AskedRow) -> PostResult:
         """A server without room is asked again until the call's time is over."""
-        decoding = DecodingConfig(temperature=0.0, max_new_tokens=self.questions.max_new_tokens)
+        asked = self.questions
+        decoding = DecodingConfig(temperature=asked.temperature, max_new_tokens=asked.max_new_tokens)
         config = infer_wire.request_config(**asdict(decoding), seed=_SEED)
-        deadline = Deadline(self.questions.timeout_s)
+        deadline = Deadline(asked.timeout_s)
         while True:
             result = await route.generate([question.request], config, timeout_s=deadline.remaining_s())
             if result.end is not PostEnd.BUSY or deadline.expired:
@@ -188,6 +192,7 @@ class _Asking:
                 f"{question.row.number} of {width} x {height} pixels",
                 remedy="give both sides one model, template and pixel limits (MAX_PIXELS, --swift max_pixels=N)",
             )
+        self.questions.on_answer(question.row, prompt, completion.text)
         found = parse_rollout(completion.text, self.questions.dialect).counted
         return Prediction(
             image=question.row.image,

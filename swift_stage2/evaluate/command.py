@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
+from swift_stage2.data.paper_scores import all_points
 from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
     scores, num_missing = _score(rows, predictions), _num_missing(predictions)
-    points, bounds = scores.points(), scores.intervals(_NUM_DRAWS)
+    points, bounds = all_points(scores), scores.intervals(_NUM_DRAWS)
     gallery = worst_images(rows, predictions, scores)
     has_scores = any(each and each.scores is not None for each in predictions)
     how = (
@@ -83,6 +85,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": scores.errors(),
+        "errors_by_number": scores.errors_by_number(),
         "lost": lost,
     }
     return facts, evaluation_sections(scores, points, bounds, remarks, gallery, lost), num_missing
@@ -92,7 +95,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     both = [read_predictions(path, rows) for path in options.compare]
     first, second = (_score(rows, each) for each in both)
     bounds = second.intervals(_NUM_DRAWS, minus=first)
-    before, after = first.points(), second.points()
+    before, after = all_points(first), all_points(second)
     missing = list(map(_num_missing, both))
     remarks = [Sentence(f"{name}: {path}") for name, path in zip("AB", options.compare, strict=True)]
     remarks += [
@@ -127,13 +130,25 @@ def _bounds(bounds: Mapping[str, Bounds], name: str) -> dict[str, float]:
 
 
 def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Prediction]:
+    path = (options.output or _FOLDER) / PREDICTIONS_FILE
+    found = ask(rows, options, path.parent)
+    write_predictions(path, found)
+    say(f"predictions: {path}", is_error=True)
+    return found
+
+
+def ask(rows: Sequence[TrueRow], options: argparse.Namespace, folder: Path, **more: Any) -> list[Prediction]:
+    """A prediction per row, as ``ask_server`` has it; ``folder`` gets the log of a server of our own.
+
+    ``more`` are further ``AskingSettings``. Raises UserError: model or server cannot be used.
+    """
     if not options.model:
         raise UserError(
             "--server needs --model DIR, whose template says what boxes are measured in", remedy="give it"
         )
     if options.server:
         require_answer(options.server)  # before anything slow
-    swift, folder = set_values({}, options.swift, "--swift"), options.output or _FOLDER
+    swift = set_values({}, options.swift, "--swift")
     arguments = {**swift, "model": options.model}
     check_model(arguments, of="--")
     if not swift.get("external_plugins"):
@@ -153,12 +168,14 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
             max_new_tokens=options.max_new_tokens,
             timeout_s=options.timeout_s,
             num_in_flight=options.in_flight,
+            **more,
         )
         with progress_bar(len(rows), "answers") as move_to:
+            begun = time.monotonic()
             found = asking.ask_server(base_url, rows, encoder, questions, move_to)
-    path = folder / PREDICTIONS_FILE
-    write_predictions(path, found)
-    say(f"predictions: {path}", is_error=True)
+            boxes_per_s = sum(len(each.objects.bbox) for each in found) / (time.monotonic() - begun)
+    by = options.server or f"engine {options.engine or ServerEngine.TRANSFORMERS}"
+    say(f"speed: {boxes_per_s:.1f} boxes/s with --in-flight {options.in_flight}, {by}", is_error=True)
     return found
 
 
@@ -200,23 +217,29 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--compare", nargs=2, type=Path, metavar=places, help="two files of predictions")
     model_help = "a checkpoint to ask; without --server one of our own serves it while the command runs"
     add("--model", metavar="DIR", help=model_help)
-    add("--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)")
-    swift_help = "with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm"
-    add("--swift", action="append", default=[], metavar="KEY=VALUE", help=swift_help)
     add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
     json_help = "print JSON; page and evaluation.json are then written only with --output"
     add("--json", action="store_true", help=json_help)
-    add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
-    add(
-        "--timeout-s", type=whole_number(1), default=300, metavar="S", help="deadline of a call (default 300)"
-    )
-    add("--in-flight", type=whole_number(1), default=16, metavar="N", help="rows asked at once (default 16)")
+    add_asking_options(parser)
     options = parser.parse_args(argv)
     if not (options.predictions or options.compare or options.model or options.server):
         parser.error("one of --model, --server, --predictions and --compare is required")
     if options.engine and not (_asks(options) and not options.server):
         parser.error("--engine is of the server that --model alone starts; leave it out")
     return options
+
+
+def add_asking_options(parser: argparse.ArgumentParser) -> None:
+    """Those of how a model is asked."""
+    add = parser.add_argument
+    add("--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)")
+    swift_help = "with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm"
+    add("--swift", action="append", default=[], metavar="KEY=VALUE", help=swift_help)
+    add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
+    add(
+        "--timeout-s", type=whole_number(1), default=300, metavar="S", help="deadline of a call (default 300)"
+    )
+    add("--in-flight", type=whole_number(1), default=16, metavar="N", help="rows asked at once (default 16)")
 
 
 def _asks(options: argparse.Namespace) -> bool:

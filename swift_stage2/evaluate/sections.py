@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from swift_stage2.data import paper_scores
 from swift_stage2.data.drawing import Drawing
 from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
 from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
@@ -37,6 +38,7 @@ MEANINGS = {
     "eval/recall_50_95": "mean over IoU 0.5 to 0.95",
     "eval/f1_50_95": "mean over IoU 0.5 to 0.95",
     "eval/mean_iou": "of pairs matched at IoU 0.5",
+    **paper_scores.MEANINGS,
     "eval/truncated_ratio": "answers cut off",
     "eval/invalid_ratio": "answers that ended and cannot be read, or not all of their objects",
     "eval/failed_ratio": "rows without an answer",
@@ -46,6 +48,7 @@ _RATIOS = ("precision", "recall", "f1", "mean_iou")
 _KINDS = {
     "class": "By class",
     "objects": "By number of objects in the image",
+    "aspect": "By width : height of the true box",
 }
 _MOST_PARTS, _MOST_PICTURES = 200, 50
 
@@ -80,13 +83,18 @@ def evaluation_sections(
     table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
     told = "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
     error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), kinds)
+    by_number = tuple(
+        (name, *(format_number(counts[each]) for each in ("images", *ERRORS)))
+        for name, counts in scores.errors_by_number().items()
+    )
+    number_table = Table(_KINDS["objects"], ("objects", "images", *ERRORS), by_number)
     losses = tuple((reason, str(of["objects"]), str(of["answers"])) for reason, of in sorted(lost.items()))
     lists = [Table("What answers lost", ("reason", "objects", "answers"), losses)] if lost else []
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
         Section("scores", "Scores", (headline(large), *remarks, table)),
-        Section("parts", "By class and number of objects", tuple(parts)),
-        Section("errors", "Errors by type", (Sentence(told), error_table, *lists)),
+        Section("parts", "By class, number of objects and shape", tuple(parts)),
+        Section("errors", "Errors by type", (Sentence(told), error_table, number_table, *lists)),
         Section("gallery", "Worst images", (gallery,)),
     )
 

@@ -126,6 +126,7 @@ class RolloutService:
             state=self._state(),
             manifest=self.engine.manifest(),
             takes_turns=self.engine.takes_turns,
+            sleeps=self.engine.sleep_mode.level > 0,
         ).to_json()
 
     async def _infer(self, request: Request) -> Response:

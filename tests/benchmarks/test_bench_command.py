@@ -15,7 +15,7 @@ from swift_stage2.errors import UserError
 MISTAKES = {
     "plan --ranks 2 0": "--ranks must be at least 2, got 0; leave it out for the default",
     "peer --latency-s nan": "--latency-s must be at least 0.001 and at most 10, got nan; ",
-    "learning --b-ratios 0 1.5": "--b-ratios must be at least 0 and at most 1, got 1.5; ",
+    "learning --arms a b1.5": "--arms must be a, once, renewN, bR, bR/grpo, bR/mixed, first or firstN, each",
     "staleness --steps 39": "--steps must be at least 40 for a lag of 8 versions, got 39; write --steps 40",
 }
 

@@ -3,43 +3,107 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.learning import plan_jobs
+from benchmarks import learning
 from benchmarks.plugins.lagging import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
+from benchmarks.servers import write_job
 from benchmarks.staleness import plan_arms
-from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import STAGE1, write_config
+from swift_stage2.config import Objective, load_config
+from swift_stage2.demo.demo_config import STAGE1, DemoJob
 from swift_stage2.scheduling.version_clock import require_fresh
 
+ARMS = ["a@12", "once", "renew4", "b0.3", "b1/grpo", "first5", "first"]
 
-def test_arms_differ_in_nothing_but_the_share_of_b_and_its_objective(tmp_path: Path) -> None:
-    options = argparse.Namespace(
-        steps=2,
-        seeds=2,
-        b_ratios=[0.0, 0.3],
-        objective=["corrected_target", "grpo"],
-        kind="shapes",
-        learning_rate=1e-4,
+
+@pytest.fixture
+def options() -> argparse.Namespace:
+    own = {"arms": ARMS, "steps": 10, "core_seconds": 12.0, "model": None, "results": None}
+    return argparse.Namespace(seeds=2, kind="shapes", learning_rate=1e-4, **own)
+
+
+def test_arms_differ_in_nothing_but_what_their_names_say(tmp_path: Path, options: argparse.Namespace) -> None:
+    bases = [learning.base_job(tmp_path, seed, STAGE1, options) for seed in (0, 1)]
+    found = {}
+    for arm in learning.check(options):
+        job = arm.job(bases[0])
+        assert replace(
+            job, directory=tmp_path, rows=tmp_path, b_ratio=0.0, objective=Objective.GRPO
+        ) == replace(bases[0], directory=tmp_path, rows=tmp_path, objective=Objective.GRPO)
+        config = load_config(write_job(job, (4001, 4002), arm.changes))
+        channel_b, cadence = config.stage2_ab.channel_b, None
+        if job.b_ratio:
+            assert (config.stage2_ab.mode, channel_b.target.missed_order) == ("inline", "reading")
+            cadence = channel_b.prefetch.sync_every_steps
+        found[arm.name] = (job.b_ratio, job.objective.value, job.rows != bases[0].rows, cadence)
+        assert config.swift["lr_scheduler_type"] == "constant_with_warmup"
+    plain = "corrected_target"
+    assert found == {
+        "a": (0.0, plain, False, None),
+        "once": (0.0, plain, True, None),
+        "renew4": (0.0, plain, True, None),
+        "b0.3": (0.3, plain, False, 4),
+        "b1/grpo": (1.0, "grpo", False, 4),
+        "first5": (1.0, plain, False, 5),
+        "first": (1.0, plain, False, 1_000_000),
+    }
+    assert bases[0].rows.read_text() != bases[1].rows.read_text()
+
+
+def test_arms_are_trained_in_pieces_and_a_score_that_is_there_is_not_measured_again(
+    tmp_path: Path, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a core second, a correction of the rows 5; F1 is a thousandth of the steps, of ``once`` 0.1 more."""
+    clock, done = [0], list[str]()
+
+    def train(processes: object, job: DemoJob, environment: object, changes: object) -> None:
+        clock[0] += job.num_steps - max((int(each.name[11:]) for each in job.run_dir.glob("*")), default=0)
+        job.checkpoint.mkdir(parents=True)
+        done.append(f"{job.directory.name} to {job.num_steps} on {job.rows.parent.name}")
+
+    def correct(processes: object, rows: Path, checkpoint: Path, output: Path) -> None:
+        clock[0] += 5
+        done.append(f"{rows.parent.name} by {checkpoint.name} for {output.parent.name}")
+
+    def score(processes: object, rows: Path, checkpoint: Path, output: Path) -> dict[str, Any]:
+        clock[0] += 1000  # no arm's
+        f1 = int(checkpoint.name[11:] or 0) / 1000 + 0.1 * (checkpoint.parts[-3] == "once")
+        found = {"num_images": 4, "errors": {"Dupe": {"count": 2}}, "metrics": {"eval/f1": f1}}
+        return {**found, "ways": {"both": 0.5}}
+
+    seconds, summary = (lambda: clock[0]), (lambda run_dir: argparse.Namespace(num_b_run=7))
+    for each in (train, correct, score):
+        monkeypatch.setattr(learning, each.__name__, each)
+    monkeypatch.setattr(learning, "_seconds_of_children", seconds)
+    monkeypatch.setattr(learning, "summarise", summary)
+    options.arms, options.seeds, options.results = ARMS[:4], 1, tmp_path / "learning.jsonl"
+    assert learning.run(options, tmp_path) == 0
+    assert ", ".join(done) == (
+        "a to 10 on train, a to 12 on train, train by stage1 for once, once to 10 on once, train by stage1 for renew4, "
+        "renew4 to 4 on renew4, train by checkpoint-4 for renew4, renew4 to 8 on renew4, "
+        "train by checkpoint-8 for renew4, renew4 to 10 on renew4, b0.3 to 10 on train"
     )
-    jobs = list(plan_jobs(tmp_path, options))
-    arms = [(0.0, "corrected_target"), (0.3, "corrected_target"), (0.3, "grpo")]
-    assert [(job.seed, job.b_ratio, job.objective) for job in jobs] == [
-        (seed, *arm) for seed in (0, 1) for arm in arms
+    lines = learning.read_lines(options.results)
+    keys = ("arm", "steps", "core_seconds", "b_steps")
+    assert [tuple(line[key] for key in keys) for line in lines] == [
+        *(("before", 0, 0, 0), ("a", 10, 10, 7), ("a", 12, 12, 7), ("once", 10, 15, 7)),
+        *(("renew4", 10, 25, 7), ("b0.3", 10, 10, 7)),
     ]
-    for of_seed in (jobs[:3], jobs[3:]):
-        assert of_seed[0].rows.is_file()
-        assert len({(job.rows, job.num_steps, job.model, str(job.swift)) for job in of_seed}) == 1
-    assert jobs[0].model == STAGE1
-    assert jobs[0].rows.read_text() != jobs[3].rows.read_text()
-    assert len({job.directory for job in jobs}) == 6
-    assert load_config(write_config(jobs[2], (4001, 4002))).stage2_ab.objective == "grpo"
-    first, second = (tmp_path / f"seed{seed}" / "held_out" for seed in (0, 1))
-    for image in first.glob("*.png"):
-        assert image.read_bytes() == (second / image.name).read_bytes()
+    assert all(line["ways"] == {"both": 0.5} and line["state"] and line["cpu"] for line in lines)
+    done.clear()
+    options.arms, other = [*ARMS[:4], "first"], tmp_path / "other"
+    other.mkdir()
+    assert learning.run(options, other) == 0
+    assert done == ["first to 10 on train"]
+    steps, core = (other / "learning.md").read_text().split("at 12 core seconds")
+    assert re.search(r"\| once .*\| \+0.100 ", steps)
+    assert re.search(r"\| first .*\| \+0.000 .*\| -0.100 ", steps)
+    assert re.findall(r"^\| (\S+) .*\| (0\.\d+) ", core, re.MULTILINE) == [("stage", "0.500"), ("a", "0.500")]
 
 
 @dataclass

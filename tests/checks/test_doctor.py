@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,6 +212,30 @@ def test_a_login_node_is_asked_for_no_device_no_port_and_no_name(
         )
         assert not_checked(report)["memory"].endswith("GB of a GPU, and more for activations; none is here")
         assert report.verdict("samples") == "ok"
+
+
+def test_a_login_node_is_told_both_phases_of_shared_devices(
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swift_stage2.checks.doctor.has_gpu_driver", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    server = {"engine": "vllm", "devices": [0], "args": {"vllm_gpu_memory_utilization": 0.6}}
+    changes = {
+        "launch": {"servers": [server], "learner": {"devices": [0]}, "share_devices": True},
+        "stage2_ab__mode": "inline",
+        "rollout__servers": [{"base_url": "http://127.0.0.1:8000"}],
+    }
+    report = doctor(configure(**LOGIN_NODE | changes))
+    assert report.status == 0, report.text
+    found = re.fullmatch(
+        r"in turns learner and servers need (\S+) GB while it trains, and more for activations, and (\S+) GB while "
+        r"servers are awake, of a GPU's 80 GB; rank 0 keeps a copy of (\S+) GB .*; no GPU is here to compare with",
+        not_checked(report)["memory"],
+    )
+    assert found, not_checked(report)
+    train, awake, model = map(float, found.groups())
+    assert train == pytest.approx(1.5 + 4 * model, abs=0.01)
+    assert awake == pytest.approx(0.6 * 80 + 3 * model, abs=0.1)
 
 
 def test_a_host_whose_driver_shows_no_gpu_is_no_login_node(

@@ -16,6 +16,8 @@ from stopped_process import stop_process
 
 from swift_stage2 import wire
 from swift_stage2.checks import servers
+from swift_stage2.checks.live_servers import check_identity
+from swift_stage2.config import load_config
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.engine import SleepMode
 from swift_stage2.rollout_server.transformers_engine import copy_weights
@@ -91,11 +93,30 @@ def test_the_dry_round_can_be_left_out_and_touches_nothing(
     assert server.http.get(wire.SERVER_INFO).json()["run_id"] == "mine"
 
 
-@pytest.mark.slow
+def test_a_server_that_must_sleep_and_does_not_is_told_with_the_option(
+    server: RunningServer,
+    fake_stock: FakeRolloutServer,
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
+    in_turns = {"stage2_ab__mode": "inline", "launch__share_devices": True}
+    for url in (server.base_url, fake_stock.url):
+        told = check_identity(url, load_config(configure(url, **in_turns)))
+        assert (told.verdict, told.result.incarnation is None) == ("warning", url == fake_stock.url)
+        assert told.found.endswith("it does not sleep, so it keeps its memory while the learner trains")
+        assert "swift-stage2 rollout --sleep-level 2" in told.fix
+        assert check_identity(url, load_config(configure(url))).verdict == "ok"
+    monkeypatch.setattr(server.engine, "sleep_mode", SleepMode(1))
+    config = load_config(configure(server.base_url, **in_turns))
+    assert check_identity(server.base_url, config).verdict == "ok"
+
+
 @pytest.mark.slow
 def test_a_server_that_sleeps_is_woken_by_the_dry_round_and_put_to_sleep_again(
     server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    LearnerRound(server, load_learner(), run_id="doctor-before").run()  # a run's it would leave alone
     monkeypatch.setattr(server.engine, "sleep_mode", SleepMode(2))
     assert server.post(wire.SLEEP).json() == {"state": "asleep"}
     report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer, error
@@ -73,13 +74,18 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     rows_file: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = SimpleNamespace(monotonic=iter([10.0, 12.5]).__next__)
+    monkeypatch.setattr("swift_stage2.evaluate.command.time", clock)
     with serve(engine) as server:
         words = evaluation_command(rows_file, STAGE1, tmp_path / "out")[3:]
         assert main([*words, "--server", server.base_url]) == 0
     predictions = tmp_path / "out" / "predictions.jsonl"
     found = read_predictions(predictions, read_rows(rows_file))
     assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}
+    num_boxes = sum(len(each.objects.bbox) for each in found if each)
+    assert f"{num_boxes / 2.5:.1f} boxes/s with --in-flight 64, http://" in capsys.readouterr().err
     facts = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
     assert facts["metrics"]["eval/recall"]["value"] > 0.1
     assert facts["metrics"]["eval/failed_ratio"]["value"] == 0.0

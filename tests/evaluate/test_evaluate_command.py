@@ -64,10 +64,11 @@ def test_table_json_and_page_tell_the_same(
     lost = {"missing_box": 1, "not_an_object": 1, "outside_list": 2, "unclosed": 0}
     assert facts["lost"] == {reason: {"objects": number, "answers": 1} for reason, number in lost.items()}
     assert "outside_list" in told
+    assert facts["errors_by_number"]["0"] | {"images": 1, "Bkg": 1} == facts["errors_by_number"]["0"]
     assert (facts["num_images"], facts["draws"]) == (3, 1000)
     page = (output / "evaluation.html").read_text(encoding="utf-8")
     text = html.unescape(page)
-    for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou"):
+    for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou", "eval/acc_50"):
         value = f"{metrics[name]['value']:.3f}"
         assert name in told
         assert value in told
