@@ -186,6 +186,7 @@ class ObjectDropReason(StrEnum):
     WRONG_ARITY = "wrong_arity"
     INVALID_BOX = "invalid_box"
     MISSING_LABEL = "missing_label"
+    OUTSIDE_LIST = "outside_list"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class MatchQuality:
     dropped: Mapping[str, int] = field(default_factory=dict)
     num_unclosed: int = 0  # 0 or 1: the answer's list never began, or never ended; then nothing in it counts
     num_duplicates: int = 0  # predictions without a partner, near a truth that has one
+    num_beside: int = 0  # 0 or 1: thoughts, or text that is none of the list, stood beside it
     reward: Mapping[str, float] = field(default_factory=dict)  # the task's terms and their ``total``
 
 

@@ -258,9 +258,10 @@ class DetectionTask(Task):
                 sum_iou=float(sum(scored.ious)),
                 num_gated=scored.gated,
                 num_truncated=int(rollout.truncated),
-                dropped={str(reason): count for reason, count in parsed.dropped.items()},
+                dropped=parsed.lost,
                 num_unclosed=int(not parsed.is_whole),
                 num_duplicates=scored.duplicates,
+                num_beside=int(parsed.has_text_beside),
             ),
             match=ObjectMatch(
                 predicted=tuple((found.label, found.box) for found in parsed.counted),

@@ -1,9 +1,10 @@
 """Reads objects, strictly: those that a row lists as its truth, and those that the model named in an answer.
 
 Text is never repaired. A bad object of an answer is dropped alone, with the first reason that applies; a tail that was
-cut off is dropped without one. Commas and space between objects only separate them: one too many or too few spoils no
-object. Brackets say where an object ends; what stands between them is then read as Python reads JSON, coordinate tokens
-taken for strings. No text of the model raises, and every character is looked at a bounded number of times.
+cut off is dropped without one. Text beside the list spoils nothing in it. Commas and space between objects only
+separate them: one too many or too few spoils no object. Brackets say where an object ends; what stands between them is
+then read as Python reads JSON, coordinate tokens taken for strings. No text of the model raises, and every character is
+looked at a bounded number of times.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swift_stage2.channel_b.dialects import END_OF_TURN, OBJECT_LIST, Dialect, is_in_order
@@ -35,6 +36,7 @@ _ANY_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _STRUCTURE = re.compile(_ANY_STRING + r'|[{}\[\],"]', re.DOTALL)
 _STRING_OR_TOKEN = re.compile(_ANY_STRING + r"|<\|coord_[0-9]++\|>", re.DOTALL)
 _OPENER_OF = {"}": "{", "]": "["}
+_ALONE = re.compile(r"\s*+(?:\x00|```\w*+\s*+\x00\s*+```)\s*+")  # the container is a zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,38 +123,83 @@ class ParsedRollout:
 
     objects: tuple[PredictedObject, ...]
     dropped: Mapping[ObjectDropReason, int]
-    """By reason, reasons that occurred only."""
+    """From the container, by reason, reasons that occurred only."""
     is_whole: bool
     """True if the answer opened its container and closed it, also where objects in it were dropped."""
+    num_outside: int = 0
+    """Objects that begin outside of the container: in a second one, or in none."""
+    has_text_beside: bool = False
+    """True if thoughts or anything but white space and one code fence stand beside the container."""
 
     @property
     def counted(self) -> tuple[PredictedObject, ...]:
         """The objects that count: none of one that was not read whole."""
         return self.objects if self.is_whole else ()
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """Everything that the model named and nobody gets, by reason."""
+        outside = {ObjectDropReason.OUTSIDE_LIST: self.num_outside} if self.num_outside else {}
+        return {str(reason): count for reason, count in (*self.dropped.items(), *outside.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """What stands between two brackets, characters ``begin <= i < end``."""
+
+    begin: int
+    end: int
+    read: ParsedRollout
+    is_prose: bool
+    """True if it is closed and holds something, but nothing that begins as an object does."""
+
+
+_NO_CONTAINER = _Container(0, 0, ParsedRollout((), {}, is_whole=False), is_prose=True)
+
 
 def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
     """Reads an answer of the model; no text raises.
 
-    The container starts at the dialect's first bracket. Text before it, after it and after the end of
-    the turn is ignored.
+    Nothing behind the end of the turn counts. The answer begins behind the last ``</think>``; behind a ``<think>`` that
+    never closes it has not begun. Of its containers, as the dialect's brackets make them, the first counts that is
+    empty, never closes or holds something that begins as an object does; those before it are prose. Where all are prose
+    the first is read, unless an object stands outside of it: then the answer has no list and is not whole.
     """
-    answer = text.partition(END_OF_TURN)[0]
-    start = answer.find(dialect.opener)
-    if start < 0:
-        return ParsedRollout((), {}, is_whole=False)
+    said = text.partition(END_OF_TURN)[0]
+    thoughts, mark, answer = said.rpartition("</think>")
+    start = len(thoughts) + len(mark)
+    answer = said[: start + len(answer.partition("<think>")[0])]
+    taken, position = _NO_CONTAINER, start
+    while taken.is_prose and (position := answer.find(dialect.opener, position)) >= 0:
+        container = _read_container(answer, position, dialect)
+        position = container.end
+        if taken is _NO_CONTAINER or not container.is_prose:
+            taken = container
+    keys = "|".join(map(re.escape, (dialect.label_key, dialect.box_key)))
+    objects = re.compile(rf'\{{{_SPACE}"(?:{keys})"{_SPACE}:').finditer(answer, start)
+    num_outside = sum(not taken.begin < each.start() < taken.end for each in objects)
+    if num_outside and taken.is_prose:
+        taken = _NO_CONTAINER
+    is_alone = _ALONE.fullmatch(f"{said[: taken.begin]}\0{said[taken.end :]}")
+    return replace(taken.read, num_outside=num_outside, has_text_beside=not is_alone)
+
+
+def _read_container(answer: str, start: int, dialect: Dialect) -> _Container:
     objects: list[PredictedObject] = []
     dropped: Counter[ObjectDropReason] = Counter()
     names: set[str] = set()
+    begins_object = is_prose = False
     position: int | None = start + 1
     while position is not None:
         if match := _SEPARATORS.match(answer, position):
             position = match.end()
         if answer.startswith(dialect.closer, position):
-            return ParsedRollout(tuple(objects), dict(dropped), is_whole=True)
+            is_prose = bool(dropped) and not begins_object
+            break
         name = None
         if dialect.named and (key := _KEY.match(answer, position)):
             name, position = str(json.loads(key[1])), key.end()
+        begins_object |= answer.startswith("{", position) and (name is not None or not dialect.named)
         begin, position = position, _end_of_element(answer, position, dialect.closer)
         if position is None:
             break
@@ -161,7 +208,9 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
             objects.append(outcome)
         else:
             dropped[outcome] += 1
-    return ParsedRollout(tuple(objects), dict(dropped), is_whole=False)
+    end = len(answer) if position is None else position + 1
+    read = ParsedRollout(tuple(objects), dict(dropped), is_whole=position is not None)
+    return _Container(start, end, read, is_prose)
 
 
 def _read_element(

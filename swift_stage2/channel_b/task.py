@@ -65,19 +65,20 @@ def reward_terms(quality: MatchQuality) -> dict[str, float]:
         f1: 0 to 1, 2 * pairs / (predictions + truths).
         iou: 0 to 1, the mean over all truths of their partner's IoU, or closeness of points; 0 of a missed one. The
             mean over pairs alone would rise when an object that is hard to place is left out.
-        format: 1 of an answer that was read whole: closed, not truncated, no object dropped; else 0.
+        format: 1 of an answer that was read whole: closed, not truncated, no object dropped, and nothing beside the
+            list but white space and one code fence; else 0.
         duplicates: -1 to 0, minus the share of predictions without a partner that overlap a truth which has one.
         misses: -1 to 0, minus the share of truths without a partner.
-        Of an image without objects f1 and iou are 1 of an answer that was read whole and lists nothing, not even what
-        was dropped, and else 0; duplicates and misses 0.
+        Of an image without objects f1 and iou are 1 of an answer that was read whole and is an empty list alone, not
+        even of what was dropped, and else 0; duplicates and misses 0.
     """
     predictions, truths, pairs = quality.num_predictions, quality.num_ground_truth, quality.num_pairs
-    is_unreadable = quality.num_unclosed or sum(quality.dropped.values())
-    silent_and_right = float(not (predictions or truths or is_unreadable))
+    is_odd = quality.num_unclosed or quality.num_beside or sum(quality.dropped.values())
+    silent_and_right = float(not (predictions or truths or is_odd))
     return {
         "f1": 2 * pairs / (predictions + truths) if predictions + truths else silent_and_right,
         "iou": quality.sum_iou / truths if truths else silent_and_right,
-        "format": float(not (is_unreadable or quality.num_truncated)),
+        "format": float(not (is_odd or quality.num_truncated)),
         "duplicates": -quality.num_duplicates / predictions if predictions else 0.0,
         "misses": (pairs - truths) / truths if truths else 0.0,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -99,7 +99,18 @@ def answer_flags(predictions: Sequence[Prediction | None], dialect: Dialect) -> 
 
 def _is_invalid(answer: str, dialect: Dialect) -> bool:
     parsed = parse_rollout(answer, dialect)
-    return bool(parsed.dropped) or not parsed.is_whole
+    return bool(parsed.lost) or not parsed.is_whole
+
+
+def lost_objects(predictions: Sequence[Prediction | None], dialect: Dialect) -> dict[str, Counter[str]]:
+    """By reason ``objects`` that do not count, and ``answers`` that lost any; ``unclosed``: answers not read whole."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for answer in (each.answer for each in predictions if each and each.answer is not None):
+        parsed = parse_rollout(answer, dialect)
+        unclosed = {} if parsed.is_whole else {"unclosed": len(parsed.objects)}
+        for reason, count in (parsed.lost | unclosed).items():
+            found[reason].update(objects=count, answers=1)
+    return found
 
 
 def as_text(label: str) -> str:

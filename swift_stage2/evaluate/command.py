@@ -24,6 +24,7 @@ from swift_stage2.data.prediction import (
     answer_dialect,
     answer_flags,
     check_folder,
+    lost_objects,
     read_predictions,
     read_rows,
     write_file,
@@ -78,14 +79,16 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     remarks = [Sentence(f"{len(rows):,} images; {how}. Intervals: {_NUM_DRAWS:,} draws of as many images.")]
     if num_missing:
         remarks.append(Sentence(_MISSING.format(num_missing), Tone.BAD))
+    lost = lost_objects(predictions, answer_dialect(rows))
     facts = {
         "source": str(options.server or options.predictions or options.model),
         "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": scores.errors(),
         "errors_by_number": scores.errors_by_number(),
+        "lost": lost,
     }
-    return facts, evaluation_sections(scores, points, bounds, remarks, gallery), num_missing
+    return facts, evaluation_sections(scores, points, bounds, remarks, gallery, lost), num_missing
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:

@@ -59,8 +59,9 @@ def evaluation_sections(
     bounds: Intervals,
     remarks: Sequence[Sentence],
     gallery: Gallery,
+    lost: Mapping[str, Mapping[str, int]],
 ) -> tuple[Section, ...]:
-    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
+    """The whole evaluation; ``points``, ``bounds`` and what is ``lost`` by name, ``remarks`` say how it was done."""
     errors = scores.errors()
     large = tuple(
         (
@@ -75,23 +76,25 @@ def evaluation_sections(
         for name, meaning in MEANINGS.items()
         if name in points
     )
-    lost = tuple(
+    kinds = tuple(
         (meaning, format_number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
         for name, meaning in ERRORS.items()
     )
     table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
     told = "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
-    error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), lost)
+    error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), kinds)
     by_number = tuple(
         (name, *(format_number(counts[each]) for each in ("images", *ERRORS)))
         for name, counts in scores.errors_by_number().items()
     )
     number_table = Table(_KINDS["objects"], ("objects", "images", *ERRORS), by_number)
+    losses = tuple((reason, str(of["objects"]), str(of["answers"])) for reason, of in sorted(lost.items()))
+    lists = [Table("What answers lost", ("reason", "objects", "answers"), losses)] if lost else []
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
         Section("scores", "Scores", (headline(large), *remarks, table)),
         Section("parts", "By class, number of objects and shape", tuple(parts)),
-        Section("errors", "Errors by type", (Sentence(told), error_table, number_table)),
+        Section("errors", "Errors by type", (Sentence(told), error_table, number_table, *lists)),
         Section("gallery", "Worst images", (gallery,)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,14 +62,82 @@ def check(
         (f"[{TEXT_A} or so, {TEXT_B}]", (A, B), {"not_an_object": 1}, False),
         (f"[about {TEXT_A}, {TEXT_B}]", (B,), {"not_an_object": 1}, False),
         (f"[{TEXT_A}}}, {TEXT_B}]", (A, B), {"not_an_object": 1}, False),
-        # Prose may hold the first bracket; nothing is guessed.
-        (f"I see [two]: [{TEXT_A}]", (), {"not_an_object": 1}, False),
+        # Brackets of prose are passed over; with nothing else they are read.
+        (f"I see [two], [[1, 2], 3]: [{TEXT_A}]", (A,), {}, False),
+        (f"[see {TEXT_B}], [{TEXT_A}]", (A,), {}, False),
+        (f"I see [two cars: [{TEXT_A}]", (), {}, True),
+        (f"[[{TEXT_A}]]", (), {"not_an_object": 1}, False),
+        # Thoughts are no answer, and one that does not end has none behind it.
+        (f"<think>[{TEXT_B}] [x</think>\n[{TEXT_A}]", (A,), {}, False),
+        (f"no [{TEXT_B}]</think>so</think>[{TEXT_A}]", (A,), {}, False),
+        (f"<think>[{TEXT_B}]", (), {}, True),
+        (f"[{TEXT_A}]<think>[{TEXT_B}]", (A,), {}, False),
     ],
 )
 def test_container(
     text: str, objects: tuple[PredictedObject, ...], dropped: dict[str, int], unclosed: bool
 ) -> None:
     check(text, objects, dropped, unclosed)
+
+
+MAP_B = '{"object_1": {"desc": "b", "bbox_2d": [1, 2, 3, 4]}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "num_objects", "num_outside", "is_whole"),
+    [
+        (f"[{TEXT_A}] or rather [{TEXT_B}]", 1, 1, True),
+        (f"[{TEXT_A}] {TEXT_B}, {TEXT_B}]", 1, 2, True),
+        (f"[{TEXT_A}]" * 30, 1, 29, True),
+        (f"{TEXT_B}: [{TEXT_A}]", 1, 1, True),
+        (f"[] [{TEXT_A}]", 0, 1, True),
+        (f"[see {TEXT_B}], [{TEXT_A}]", 1, 1, True),
+        (f'[{TEXT_A}] {{ "label" : "b', 1, 1, True),
+        (TEXT_A, 0, 1, False),
+        (f"{TEXT_A}, {TEXT_B}", 0, 2, False),
+        (f"[7] {TEXT_A}", 0, 1, False),
+        (f"<think>[{TEXT_B}]</think>[{TEXT_A}]", 1, 0, True),
+        (f"[{TEXT_A}] {{'label': 'b'}} {{\"x\": 1}}", 1, 0, True),
+        ('[{"label": "\\"}] {", "bbox_2d": [1, 2, 3, 4]}]', 1, 0, True),
+        (f"{MAP_B} {MAP_B}", 1, 1, True),
+        (f"{{one}} {MAP_B}", 1, 0, True),
+        ('{"desc": "b", "bbox_2d": [1, 2, 3, 4]}', 0, 1, False),
+    ],
+)
+def test_objects_outside_of_the_list_are_lost_and_counted(
+    text: str, num_objects: int, num_outside: int, is_whole: bool
+) -> None:
+    parsed = parse_rollout(text, DIALECTS["object_map" if "desc" in text else "object_list"])
+    assert (len(parsed.objects), parsed.num_outside, parsed.is_whole) == (num_objects, num_outside, is_whole)
+    assert not parsed.dropped
+    assert parsed.lost == ({"outside_list": num_outside} if num_outside else {})
+
+
+@pytest.mark.parametrize("whole", [f"[{TEXT_A}]", "[]", f"\n```json\n[{TEXT_A}]\n```\n", "```\n[]\n``` "])
+def test_white_space_and_one_code_fence_are_no_text(whole: str) -> None:
+    assert not parse_rollout(whole + "<|im_end|>\nBut").has_text_beside
+    for odd in ("Sure: {}", "{}.", '{}, "}}]', "<think></think>{}", "```{}", "{} []"):
+        parsed = parse_rollout(odd.format(whole))
+        assert parsed.has_text_beside
+        assert (parsed.objects, parsed.is_whole) == (parse_rollout(whole).objects, True)
+
+
+WORDS_ALONE = st.text(st.characters(exclude_characters='[]{}<"')).map(lambda text: text + ":")
+PROSE = st.lists(st.one_of(WORDS_ALONE, WORDS_ALONE.map("[{}]".format)), min_size=1).map("".join)
+
+
+@given(
+    PROSE,
+    st.lists(st.sampled_from([TEXT_A, TEXT_B, '{"label": "a"}', '{"a": "["}'])),
+    st.sampled_from(["", TEXT_B]),
+)
+def test_prose_before_an_answer_changes_nothing_but_that_it_is_there(
+    prose: str, elements: list[str], behind: str
+) -> None:
+    listed = f"[{', '.join(elements)}]"
+    found = parse_rollout(prose + listed + behind)
+    assert found == replace(parse_rollout(listed + behind), has_text_beside=True)
+    assert [each.label for each in found.objects] == [x["label"] for x in json.loads(listed) if len(x) == 2]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +375,11 @@ HOSTILE: dict[str, Callable[[int], str]] = {
     "commas": lambda n: "[" + "," * n,
     "map keys": lambda n: "{" + '"object_1":' * (n // 11),
     "map entries": lambda n: "{" + '"object_1":{"desc":1},' * (n // 22),
+    "lists of prose": lambda n: "[7]" * (n // 3),
+    "lists of prose that open": lambda n: "[a " * (n // 3),
+    "bare objects": lambda n: '{"label":' * (n // 9),
+    "braces and space": lambda n: "{ " * (n // 2),
+    "thoughts": lambda n: "<think>[]</think>" * (n // 17),
     "ends of turn": lambda n: "<|im_end|>" * (n // 10),
 }
 

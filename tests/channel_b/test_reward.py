@@ -120,6 +120,22 @@ def test_an_answer_that_is_not_read_whole_earns_nothing(text: str, true: list[Bo
     assert quality.reward == {**dict.fromkeys(RANGES, 0.0), "misses": -len(true), "total": -len(true) / 2}
 
 
+@pytest.mark.parametrize(
+    "said", ['[], "}]', "[] nothing here", "I see nothing: []", "<think></think>[]", "[[]]"]
+)
+def test_only_an_empty_list_alone_is_right_where_nothing_is(said: str) -> None:
+    assert dict(reward(said, [])) == {**dict.fromkeys(RANGES, 0.0), "total": 0.0}
+    assert reward("```json\n[]\n```\n", []) == BEST
+
+
+@pytest.mark.parametrize(
+    "spoil", ['{}, "}}]', "{} and no more", "I see [one]: {}", "<think>hm</think>{}", "{0} {0}"]
+)
+def test_text_beside_the_list_costs_the_format_alone(spoil: str) -> None:
+    found = reward(spoil.format(answer([(0, 0, 5, 5)])), [(0, 0, 5, 5)])
+    assert found == {**BEST, "format": 0.0, "total": 2.0}
+
+
 def test_a_bad_object_in_a_whole_answer_costs_the_format_alone() -> None:
     found = reward(answer([(0, 0, 5, 5)])[:-1] + ", 7]", [(0, 0, 5, 5)])
     assert found == {**BEST, "format": 0.0, "total": 2.0}

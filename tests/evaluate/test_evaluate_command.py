@@ -30,8 +30,13 @@ def predictions(data: Path, tmp_path: Path) -> Path:
     """Two of three right, one invented, one of another class."""
     lines = [
         line(str(tmp_path / "a.png"), [CAR, CAT], answer="[", finish_reason="stop"),
-        line(f"{tmp_path}/{EVIL}.png", [(EVIL, CAT[1])]),
-        line("c.png", [CAR]),
+        line(
+            f"{tmp_path}/{EVIL}.png",
+            [(EVIL, CAT[1])],
+            answer='[] [{"label": "", {"label":',
+            finish_reason="length",
+        ),
+        line("c.png", [CAR], answer="[{}, 7] or {}"),
     ]
     return write_lines(tmp_path / "predictions.jsonl", lines)
 
@@ -50,12 +55,15 @@ def test_table_json_and_page_tell_the_same(
     metrics = facts["metrics"]
     assert metrics["eval/precision"]["value"] == 0.5
     assert metrics["eval/recall"]["value"] == pytest.approx(2 / 3)
-    assert metrics["eval/invalid_ratio"]["value"] == pytest.approx(1 / 3)
+    assert metrics["eval/invalid_ratio"]["value"] == pytest.approx(2 / 3)
     assert metrics["eval/f1"]["low"] <= metrics["eval/f1"]["value"] <= metrics["eval/f1"]["high"]
     f1 = metrics["eval/f1"]
     assert f"{f1['low']:.3f} … {f1['high']:.3f}" in told
     assert "low" not in metrics["eval/ap"]
     assert facts["errors"]["Cls"]["count"] == facts["errors"]["Bkg"]["count"] == 1
+    lost = {"missing_box": 1, "not_an_object": 1, "outside_list": 2, "unclosed": 0}
+    assert facts["lost"] == {reason: {"objects": number, "answers": 1} for reason, number in lost.items()}
+    assert "outside_list" in told
     assert facts["errors_by_number"]["0"] | {"images": 1, "Bkg": 1} == facts["errors_by_number"]["0"]
     assert (facts["num_images"], facts["draws"]) == (3, 1000)
     page = (output / "evaluation.html").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ TAGS = {
     "packing": "fill_ratio segments tokens",
     "match": "precision recall f1 mean_iou gated",
     "parse": """objects truncated_ratio dropped/not_an_object dropped/unexpected_key dropped/missing_box
-        dropped/wrong_arity dropped/invalid_box dropped/missing_label""",
+        dropped/wrong_arity dropped/invalid_box dropped/missing_label dropped/outside_list""",
     "time": """rollout prepare pack plan learner_busy learner_waiting learner_syncing learner_filling
         learner_switching learner_evaluating learner_saving
         learner_starting learner_other learner_wall""",
