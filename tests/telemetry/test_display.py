@@ -79,11 +79,14 @@ def test_a_full_disk_gives_one_warning_and_keeps_what_was_written(
 ) -> None:
     sink = TensorBoardSink(small_disk.path / "runs")
     sink.write_scalars(1, {"a": 1.0})
+    assert sink._writer is not None
+    worker = sink._writer._get_file_writer().event_writer._async_writer._worker
     small_disk.fill()
     with caplog.at_level(logging.WARNING):
         for at in range(2, 4000):
             sink.write_scalars(at, {"a" * 100: 1.0})
         sink.close()
+    worker.join(timeout=60.0)  # its own words of the end belong to this test
     (told,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert "No space left on device" in told.getMessage()
     assert EventFiles(small_disk.path / "runs").series("a") == [(1, 1.0)]
