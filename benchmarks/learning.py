@@ -150,12 +150,12 @@ def tables(lines: Sequence[Line], options: argparse.Namespace) -> Iterator[Resul
     start, arms = scores_of(_of(lines, arm="before")[0]), check(options)
     kinds = ("steps", options.steps, 0.0), ("core_seconds", options.core_seconds, _NEAR)
     for name, wanted, near in kinds if options.core_seconds else kinds[:1]:
-        found: dict[str, list[ScoredArm]] = {arm.name: [] for arm in arms}
-        for arm, seed in product(found, range(options.seeds)):
+        found = list[ScoredArm]()
+        for arm, seed in product((arm.name for arm in arms), range(options.seeds)):
             off = {abs(line[name] / wanted - 1): line for line in _of(lines, arm=arm, seed=seed)}
             if off and min(off) <= near:
-                found[arm].append(ScoredArm(seed=seed, score=scores_of(off[min(off)])))
-        references = {f"F1 over {arm}": found[arm] for arm in ("a", "once") if arm in found}
+                found.append(ScoredArm(name=arm, seed=seed, score=scores_of(off[min(off)])))
+        references = {f"F1 over {arm}": arm for arm in ("a", "once")}
         yield score_table(f"at {wanted:g} {name.replace('_', ' ')}", start, found, references)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.processes import DEADLINE_PER_STEP_S, START_DEADLINE_S, Processes
-from benchmarks.results import ResultTable, say
+from benchmarks.results import ResultTable, grouped, say
 from benchmarks.servers import write_job
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, server_entry
 from swift_stage2.demo.scenes import SceneKind, num_train_samples, write_scenes
@@ -23,6 +22,7 @@ _SCORE_DEADLINE_S = 300.0  # per checkpoint
 _COLUMNS = {
     "steps": ("steps", ".0f"),
     "B steps": ("b_steps", ".0f"),
+    "versions behind": ("versions_behind", ".1f"),
     "core, s": ("core_seconds", ".0f"),
     "rollouts": ("rollouts", ".0f"),
     "wall, s": ("wall_seconds", ".0f"),
@@ -43,13 +43,9 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredArm:
+    name: str
     seed: int
     score: Mapping[str, float]
-
-
-ArmT = TypeVar("ArmT", bound=ScoredArm)
-Columns = Mapping[str, Callable[[Sequence[ArmT]], str]]
-"""Headings, each with the cell that it makes of the arms of all seeds."""
 
 
 def first_job(directory: Path, num_steps: int, seed: int, b_ratio: float, kind: SceneKind) -> DemoJob:
@@ -121,34 +117,28 @@ def scores_of(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def score_table(
-    when: str,
-    start: Mapping[str, float],
-    groups: Mapping[str, Sequence[ArmT]],
-    references: Mapping[str, Sequence[ArmT]],
-    columns: Columns[ArmT] = MappingProxyType({}),
+    when: str, start: Mapping[str, float], arms: Sequence[ScoredArm], references: Mapping[str, str]
 ) -> ResultTable:
-    """Stage 1, then one row per group that has arms: means over seeds, with the range where there are several.
+    """What all began with, then one row per name: means over seeds, with the range where there are several.
 
-    ``references`` by heading: the gain in F1 over the arm with the same seed.
+    ``references`` by heading: the arm over which the gain in F1 is told, seed by seed.
     """
-    scored = [start, *(arm.score for group in groups.values() for arm in group)]
+    groups, scored = grouped(arms, lambda arm: arm.name), [start, *(arm.score for arm in arms)]
     shown = {heading: each for heading, each in _COLUMNS.items() if any(each[0] in score for score in scored)}
 
     def cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
         found = ([each[name] for each in scores if name in each] for name, _ in shown.values())
         return [mean_and_range(own, form) for own, (_, form) in zip(found, shown.values(), strict=True)]
 
-    rows = [("before", *[""] * (len(columns) + len(references)), *cells([start]))]
+    def gain(group: Sequence[ScoredArm], reference: str) -> str:
+        first = {arm.seed: arm.score["f1"] for arm in groups[reference] if arm.name != group[0].name}
+        return gain_words([arm.score["f1"] - first[arm.seed] for arm in group if arm.seed in first], "+.3f")
+
+    told = {heading: name for heading, name in references.items() if name in groups}
+    rows = [("before", *[""] * len(told), *cells([start]))]
     for name, group in groups.items():
-        if group:
-            gains = ("" if group is other else _gain(group, other) for other in references.values())
-            own = (column(group) for column in columns.values())
-            rows.append((name, *own, *gains, *cells([arm.score for arm in group])))
-    num_seeds = max(map(len, groups.values()))
+        gains = (gain(group, other) for other in told.values())
+        rows.append((name, *gains, *cells([arm.score for arm in group])))
+    num_seeds = max(map(len, groups.values()), default=0)
     title = f"Held-out detection {when}, {start['num_images']} scenes, {num_seeds} seed(s): mean (lowest..highest)"
-    return ResultTable(title, ("arm", *columns, *references, *shown), rows)
-
-
-def _gain(group: Sequence[ScoredArm], reference: Sequence[ScoredArm]) -> str:
-    first = {arm.seed: arm.score["f1"] for arm in reference}
-    return gain_words([arm.score["f1"] - first[arm.seed] for arm in group if arm.seed in first], "+.3f")
+    return ResultTable(title, ("arm", *told, *shown), rows)

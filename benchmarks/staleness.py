@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.clocks import PLUGINS
-from benchmarks.estimates import mean_and_range
 from benchmarks.plugins.lagging import FIRST_VERSION_VARIABLE, LAG_VARIABLE
-from benchmarks.results import ResultTable, grouped, publish
-from benchmarks.scored_arms import Columns, ScoredArm, first_job, score_table, train_and_score
+from benchmarks.results import publish
+from benchmarks.scored_arms import ScoredArm, first_job, score_table, train_and_score
 from swift_stage2.config import Mode
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
@@ -26,20 +25,6 @@ from swift_stage2.telemetry.event_log import event_path, read_events
 from swift_stage2.telemetry.events import Step
 
 _B_RATIO = 0.25  # one B step per version of four steps, so that no version has two or none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaleArm(ScoredArm):
-    """One forced lag; channel A alone has none."""
-
-    lag: int | None
-    num_b_steps: int
-    mean_lag: float | None
-    """Of the packs that were trained, as the learner saw it."""
-
-    @property
-    def name(self) -> str:
-        return "A only" if self.lag is None else f"lag {self.lag}"
 
 
 def check(options: argparse.Namespace) -> None:
@@ -61,10 +46,11 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     lagging = [(job, _environment(lag, max(options.lags))) for lag, job in jobs]
     start, scores = train_and_score(directory, lagging)
     arms = [_arm(lag, job, score) for (lag, job), score in zip(jobs, scores, strict=True)]
-    publish(directory, "staleness", staleness_table(start, arms, options.steps))
-    trained = [arm for arm in arms if arm.lag is not None]
-    if len({arm.num_b_steps for arm in trained}) > 1:
-        found = ", ".join(f"{arm.name} of seed {arm.seed}: {arm.num_b_steps}" for arm in trained)
+    references = {"F1 over the first lag": _name_of(options.lags[0])}
+    publish(directory, "staleness", score_table(f"after {options.steps} steps", start, arms, references))
+    trained = [arm for arm in arms if arm.name != _name_of(None)]
+    if len({arm.score["b_steps"] for arm in trained}) > 1:
+        found = ", ".join(f"{arm.name} of seed {arm.seed}: {arm.score['b_steps']}" for arm in trained)
         raise ChildFailed(
             f"arms must train as many B steps to be compared, got {found}; the logs are in {directory}/logs"
         )
@@ -83,17 +69,8 @@ def plan_arms(
             yield lag, replace(base, directory=base.directory / f"lag{lag}")
 
 
-def staleness_table(start: Mapping[str, float], arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
-    """One row per lag, beside the first lag; channel A alone above them."""
-    groups = grouped(arms, lambda arm: arm.name)
-    columns: Columns[StaleArm] = {
-        "B steps": lambda group: mean_and_range([arm.num_b_steps for arm in group], ".0f"),
-        "versions behind": lambda group: mean_and_range(
-            [arm.mean_lag for arm in group if arm.mean_lag is not None], ".1f"
-        ),
-    }
-    first = next(group for group in groups.values() if group[0].lag is not None)
-    return score_table(f"after {num_steps} steps", start, groups, {"F1 over the first lag": first}, columns)
+def _name_of(lag: int | None) -> str:
+    return "A only" if lag is None else f"lag {lag}"
 
 
 def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
@@ -103,13 +80,11 @@ def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
     return {LAG_VARIABLE: str(lag), FIRST_VERSION_VARIABLE: str(1 + longest_lag)}
 
 
-def _arm(lag: int | None, job: DemoJob, score: Mapping[str, float]) -> StaleArm:
+def _arm(lag: int | None, job: DemoJob, score: Mapping[str, float]) -> ScoredArm:
     steps = [event for event in read_events(event_path(job.run_dir, 0)) if isinstance(event, Step)]
-    trained = [step.version - version for step in steps for version in step.packs.values()]
-    return StaleArm(
-        lag=lag,
-        seed=job.seed,
-        num_b_steps=sum(step.channel == "B" for step in steps),
-        mean_lag=statistics.fmean(trained) if trained else None,
-        score=score,
-    )
+    behind = [
+        step.version - version for step in steps for version in step.packs.values()
+    ]  # as the learner saw it
+    found = {"versions_behind": statistics.fmean(behind)} if behind else {}
+    found |= {**score, "b_steps": sum(step.channel == "B" for step in steps)}
+    return ScoredArm(name=_name_of(lag), seed=job.seed, score=found)

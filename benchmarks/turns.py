@@ -10,12 +10,12 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import Processes
-from benchmarks.results import grouped, publish
+from benchmarks.results import publish
 from benchmarks.scored_arms import ScoredArm, first_job, score_table, train
 from swift_stage2.config import Mode, ServerEngine
 from swift_stage2.demo.demo_config import DemoJob, server_entry
@@ -34,11 +34,6 @@ _STAGE2 = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnsArm(ScoredArm):
-    name: str
-
-
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Teaches, trains both arms of every seed and tells their scores. Raises ChildFailed: a job did not end well."""
     jobs = [*plan_jobs(directory, options)]
@@ -46,10 +41,8 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         for job, changes in jobs:
             train(processes, job, {}, changes)
     one, two, *arms = (_arm_of(job) for job, _ in jobs[1:])
-    groups = grouped([*arms, two], lambda arm: arm.name)
-    references = {"F1 over 1-turn": groups[arms[0].name]}
-    when = f"after {options.steps} steps, last answers"
-    publish(directory, "turns", score_table(when, one.score, groups, references))
+    when, references = f"after {options.steps} steps, last answers", {"F1 over one turn": arms[0].name}
+    publish(directory, "turns", score_table(when, one.score, [*arms, two], references))
     return 0
 
 
@@ -86,7 +79,7 @@ def add_second_turns(path: Path, again: str) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def _arm_of(job: DemoJob) -> TurnsArm:
+def _arm_of(job: DemoJob) -> ScoredArm:
     *_, last = (event for event in read_events(event_path(job.run_dir, 0)) if isinstance(event, Evaluation))
     summary = summarise(job.run_dir)
     score = {
@@ -97,4 +90,4 @@ def _arm_of(job: DemoJob) -> TurnsArm:
         "rollouts": summary.totals["rollouts_prepared"],
         "wall_seconds": sum(summary.activity[0].values()),
     }
-    return TurnsArm(name=job.directory.name, seed=job.seed, score=score)
+    return ScoredArm(name=job.directory.name, seed=job.seed, score=score)
