@@ -167,6 +167,7 @@ def test_arms_of_a_lag_differ_in_the_lag_alone(tmp_path: Path) -> None:
 @pytest.fixture
 def taught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoJob, dict[str, Any]]]:
     monkeypatch.setattr("swift_stage2.demo.demo_config.require_vllm", lambda **_: None)
+    monkeypatch.setattr("swift_stage2.demo.demo_config.files", Path)  # of what comes with vLLM
     return list(turns.plan_jobs(tmp_path, argparse.Namespace(lessons=4, steps=2, seeds=2)))
 
 
