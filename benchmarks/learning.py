@@ -30,7 +30,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.telemetry.summary import summarise
 
 _CONSTANT_RATE = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 30, "warmup_ratio": 0.0}
-_STEPS_OF_ALL_SCENES = 64
+_STEPS_OF_ALL_SCENES = 64  # of two ranks
 _NEVER = 1_000_000
 _NEAR = 0.1  # of --core-seconds
 _WORD = re.compile(
@@ -111,7 +111,7 @@ def base_job(directory: Path, seed: int, model: Path, options: argparse.Namespac
     """Of one seed's arms; writes its scenes."""
     base = first_job(directory, _STEPS_OF_ALL_SCENES, seed, 0.0, SceneKind(options.kind))
     swift = {"learning_rate": options.learning_rate, **_CONSTANT_RATE}
-    return replace(base, model=model, mode=Mode.INLINE, swift=swift)
+    return replace(base, model=model, mode=Mode.INLINE, swift=swift, num_ranks=1)
 
 
 def measure(processes: Processes, arm: Arm, base: DemoJob, missing: Sequence[int]) -> Iterator[Line]:
