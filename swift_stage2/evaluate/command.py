@@ -16,6 +16,7 @@ from typing import Any
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
+from swift_stage2.data.counted_scores import Bounds
 from swift_stage2.data.paper_scores import all_points
 from swift_stage2.data.prediction import (
     FAILED,
@@ -30,7 +31,7 @@ from swift_stage2.data.prediction import (
     write_file,
     write_predictions,
 )
-from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
+from swift_stage2.data.scores import DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, own_server, require_answer

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from swift_stage2.data import paper_scores
+from swift_stage2.data.counted_scores import Bounds
 from swift_stage2.data.drawing import Drawing
 from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
-from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
+from swift_stage2.data.scores import ERRORS, DetectionScores
 from swift_stage2.report.content import (
     Gallery,
     Part,

@@ -18,10 +18,11 @@ from statistics import fmean
 
 from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.data.counted_scores import Counts
 from swift_stage2.data.drawing import Drawing, gallery_image
 from swift_stage2.data.prediction import TRUNCATED, LabelledBoxes
 from swift_stage2.data.recorded import RecordedRow, evaluation_file, evaluations_directory, read_recorded
-from swift_stage2.data.scores import Counts, DetectionScores, detection_data
+from swift_stage2.data.scores import DetectionScores, detection_data
 from swift_stage2.records import Box
 from swift_stage2.report.content import (
     Gallery,
