@@ -239,7 +239,7 @@ def _as_point(found: AnnotatedObject, box: Box, size: tuple[int, int], report: I
         except SampleError:
             report.add(ImportIssue.BAD_MASK, found.where)
     x1, y1, x2, y2 = box
-    return PlacedObject(found.label, (short((x1 + x2) / 2), short((y1 + y2) / 2)), json.dumps(box))
+    return PlacedObject(found.label, (round((x1 + x2) / 2, 6), round((y1 + y2) / 2, 6)), json.dumps(box))
 
 
 def _once(objects: Sequence[AnnotatedObject], report: ImportReport) -> Iterator[AnnotatedObject]:

@@ -8,15 +8,15 @@ ms-swift drops the key.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from hotcoco import mask
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import distance_transform_edt
 
-from swift_stage2.data.sources import numbers, short
+from swift_stage2.data.sources import numbers
 from swift_stage2.errors import SampleError
 
 Mask = NDArray[np.uint8]
@@ -64,7 +64,7 @@ def mask_of(segmentation: Any, size: tuple[int, int]) -> Mask:
 def point_in(found: Mask) -> tuple[float, float]:
     """Its centroid, if that lies in it; else the middle of the first pixel that is as far from its border as any."""
     rows, columns = np.nonzero(found)
-    x, y = short(columns.mean() + 0.5), short(rows.mean() + 0.5)
+    x, y = (round(float(each.mean()) + 0.5, 6) for each in (columns, rows))
     if found[int(y), int(x)]:
         return x, y
     depth = distance_transform_edt(np.pad(found, 1))[1:-1, 1:-1]
@@ -72,7 +72,16 @@ def point_in(found: Mask) -> tuple[float, float]:
     return column + 0.5, row + 0.5
 
 
-def are_inside(points: Sequence[Sequence[float]], region: str, size: tuple[int, int]) -> NDArray[np.bool_]:
+def require_inside(row: Mapping[str, Any], size: tuple[int, int]) -> None:
+    """Raises SampleError: a point of a row's image of ``size`` is not in its region, or that is none."""
+    for point, region in zip(row["objects"]["bbox"], regions_of(row) or (), strict=False):
+        if not are_inside([point], region, size)[0]:
+            raise SampleError(
+                "a point must lie in its objects.region", got=f"bbox={point} region={region:.60}"
+            )
+
+
+def are_inside(points: ArrayLike, region: str, size: tuple[int, int]) -> NDArray[np.bool_]:
     """Of each point of an image of ``size`` (width, height) whether it lies in ``region``, its border included.
 
     Raises:

@@ -64,7 +64,7 @@ class ObjectArrays:
     labels: NDArray[np.int64]
     """Numbers of classes."""
     boxes: NDArray[np.float64]
-    """Shape (num_objects, 4): x1, y1, x2, y2 in pixels."""
+    """Shape (num_objects, 4): x1, y1, x2, y2 in pixels; or (num_objects, 2): x, y of points."""
     scores: NDArray[np.float64]
 
     def __len__(self) -> int:
@@ -86,12 +86,28 @@ class DetectionData:
         parts: Numbers = np.searchsorted(list(OBJECT_COUNTS.values()), numbers, side="right") - 1
         return parts
 
+    def kinds(self) -> dict[str, Kind]:
+        """Divisions of the objects, whatever they are."""
+        predicted, true, by_number = self.predicted, self.truth, self.parts_by_number()
+        return {
+            "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
+            "class": (self.classes, predicted.labels, true.labels),
+            "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
+        }
+
+    def begins(self) -> Numbers:
+        """Of predictions and of truth, where each image's objects begin, and where the last one's end."""
+        ends = np.arange(self.num_images + 1)
+        return np.stack([np.searchsorted(side.images, ends) for side in (self.predicted, self.truth)])
+
 
 _Side = Sequence[tuple[Sequence[str], Sequence[Sequence[float]], Sequence[float] | None]]
 """Per image its labels, boxes and scores."""
 
 
-def detection_data(truths: Sequence[TrueObjects], predictions: Sequence[Prediction | None]) -> DetectionData:
+def detection_data(
+    truths: Sequence[TrueObjects], predictions: Sequence[Prediction | None], num_coordinates: int = 4
+) -> DetectionData:
     """Truth and prediction of each row; one without a prediction has predicted nothing. Without scores all are 1."""
     true: _Side = [(each.labels, each.boxes, None) for each in truths]
     said: _Side = [
@@ -101,15 +117,18 @@ def detection_data(truths: Sequence[TrueObjects], predictions: Sequence[Predicti
         sorted({label.strip() for side in (true, said) for labels, _, _ in side for label in labels})
     )
     numbers = {label: number for number, label in enumerate(classes)}
-    return DetectionData(len(truths), classes, _arrays(true, numbers), _arrays(said, numbers))
+    arrays = (_arrays(side, numbers, num_coordinates) for side in (true, said))
+    return DetectionData(len(truths), classes, *arrays)
 
 
-def _arrays(side: _Side, numbers: Mapping[str, int]) -> ObjectArrays:
+def _arrays(side: _Side, numbers: Mapping[str, int], num_coordinates: int) -> ObjectArrays:
     weights = [[1.0] * len(boxes) if scores is None else scores for _, boxes, scores in side]
     return ObjectArrays(
         np.repeat(np.arange(len(side)), [len(boxes) for _, boxes, _ in side]),
         np.array([numbers[label.strip()] for labels, _, _ in side for label in labels], dtype=np.int64),
-        np.array([box for _, boxes, _ in side for box in boxes], dtype=np.float64).reshape(-1, 4),
+        np.array([box for _, boxes, _ in side for box in boxes], dtype=np.float64).reshape(
+            -1, num_coordinates
+        ),
         np.array([score for scores in weights for score in scores], dtype=np.float64),
     )
 
@@ -187,16 +206,10 @@ class DetectionScores(CountedScores):
 
     def _kinds(self) -> dict[str, Kind]:
         predicted, true = self.data.predicted, self.data.truth
-        by_number = self.data.parts_by_number()
         aspects, true_aspects = _aspects(predicted.boxes), _aspects(true.boxes)
         predictions, found = self._found
         aspects[predictions] = true_aspects[found]
-        return {
-            "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
-            "class": (self.data.classes, predicted.labels, true.labels),
-            "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
-            "aspect": (ASPECTS, aspects, true_aspects),
-        }
+        return {**self.data.kinds(), "aspect": (ASPECTS, aspects, true_aspects)}
 
 
 Pairs = tuple[tuple[int, int, float], ...]
@@ -207,8 +220,7 @@ def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
     """The pairs of one class at IoU 0.5 by image, the predictions and the true objects in them by their places in
     ``data``, and how many pairs there are at each threshold."""
     most = _COSTS.unmatched_prediction_cost + _COSTS.unmatched_ground_truth_cost - 1
-    sides, ends = (data.predicted, data.truth), np.arange(data.num_images + 1)
-    begins = np.stack([np.searchsorted(side.images, ends) for side in sides])
+    begins = data.begins()
     matched, found, numbers = list[Pairs](), list[Numbers](), np.zeros(len(THRESHOLDS), dtype=np.int64)
     for image in range(data.num_images):
         said, true = (slice(*each[image : image + 2]) for each in begins)

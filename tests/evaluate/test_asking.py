@@ -85,7 +85,7 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     found = read_predictions(predictions, read_rows(rows_file))
     assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}
     num_boxes = sum(len(each.objects.bbox) for each in found if each)
-    assert f"{num_boxes / 2.5:.1f} boxes/s with --in-flight 64, http://" in capsys.readouterr().err
+    assert f"{num_boxes / 2.5:.1f} objects/s with --in-flight 64, http://" in capsys.readouterr().err
     facts = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
     assert facts["metrics"]["eval/recall"]["value"] > 0.1
     assert facts["metrics"]["eval/failed_ratio"]["value"] == 0.0
