@@ -146,7 +146,8 @@ class _RowCheck:
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self.faults))
         self._check_boxes(truth.boxes, pictures)
-        if pictures and pictures[0] and self.row["objects"].get("region"):
+        has_regions = num_coordinates == 2 and self.row["objects"].get("region") is not None
+        if has_regions and pictures and pictures[0]:
             from swift_stage2.data.regions import require_inside  # numpy, which other rows do without
 
             try:
