@@ -86,7 +86,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     )
     if isinstance(scores, PointScores):
         radius = (
-            f"{options.radius:g} pixels" if options.radius else f"{RADIUS_SHARE:.0%} of the image's diagonal"
+            f"{options.radius:g} pixels" if options.radius else f"{RADIUS_SHARE:g} of the image's diagonal"
         )
         how = f"radius {radius}" + (
             "" if scores.has_regions else "; without objects.region nothing is inside"
@@ -245,7 +245,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", metavar="DIR", help=model_help)
     add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
     radius_help = (
-        f"of points: the most that a pair is apart (default {RADIUS_SHARE:.0%} of the image's diagonal)"
+        f"of points: the most that a pair is apart (default {RADIUS_SHARE:g} of the image's diagonal)"
     )
     add("--radius", type=real_number("a number above 0"), metavar="PIXELS", help=radius_help)
     json_help = "print JSON; page and evaluation.json are then written only with --output"

@@ -293,13 +293,7 @@ def test_points_are_checked_as_points(
     ],
 )
 def test_the_rows_tell_whether_they_are_points(
-    tmp_path: Path,
-    image: str,
-    rows: list[Any],
-    objects: dict[str, Any],
-    status: int,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, image: str, rows: list[Any], objects: Any, status: int, told: str, capsys: Any
 ) -> None:
     of_boxes = any(len(places[0]) == 4 for places in rows[:1] if places)
     one = (ANSWER if of_boxes else POINT_ANSWER)[1:-1]
