@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_folder(options.output or _FOLDER)
     facts, sections, num_missing = (_compare if options.compare else _evaluate)(rows, options)
     head = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS}
+    head |= {"radius": options.radius} if options.radius else {}
     _tell(head | facts, sections, options)
     return EXIT_INCOMPLETE if num_missing else 0
 
@@ -85,12 +86,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         else "no scores: all count as 1, and COCO's AP takes them as they stand"
     )
     if isinstance(scores, PointScores):
-        radius = (
-            f"{options.radius:g} pixels" if options.radius else f"{RADIUS_SHARE:g} of the image's diagonal"
-        )
-        how = f"radius {radius}" + (
-            "" if scores.has_regions else "; without objects.region nothing is inside"
-        )
+        how = _how_far(scores, options.radius)
     remarks = [Sentence(f"{len(rows):,} images; {how}. Intervals: {_NUM_DRAWS:,} draws of as many images.")]
     if num_missing:
         remarks.append(Sentence(_MISSING.format(num_missing), Tone.BAD))
@@ -101,9 +97,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "lost": lost,
     }
-    if isinstance(scores, PointScores):
-        facts["radius"] = options.radius
-    else:
+    if not isinstance(scores, PointScores):
         facts |= {"errors": scores.errors(), "errors_by_number": scores.errors_by_number()}
     return facts, evaluation_sections(scores, points, bounds, remarks, gallery, lost), num_missing
 
@@ -115,6 +109,8 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     before, after = _points(first), _points(second)
     missing = list(map(_num_missing, both))
     remarks = [Sentence(f"{name}: {path}") for name, path in zip("AB", options.compare, strict=True)]
+    if isinstance(first, PointScores):
+        remarks.append(Sentence(_how_far(first, options.radius)))
     remarks += [
         Sentence(f"{path}: {_MISSING.format(num)}", Tone.BAD)
         for path, num in zip(options.compare, missing, strict=True)
@@ -144,6 +140,11 @@ def _score(
 
 def _points(scores: DetectionScores | PointScores) -> dict[str, float]:
     return scores.points() if isinstance(scores, PointScores) else all_points(scores)
+
+
+def _how_far(scores: PointScores, radius: float | None) -> str:
+    most = f"{radius:g} pixels" if radius else f"{RADIUS_SHARE:g} of the image's diagonal"
+    return f"radius {most}" + ("" if scores.has_regions else "; without objects.region nothing is inside")
 
 
 def _num_missing(predictions: Sequence[Prediction | None]) -> int:

@@ -126,13 +126,3 @@ def test_import_check_and_evaluate_of_points(tmp_path: Path, run_import: Importe
     assert metrics["class/dog/f1"] == 1
     assert metrics["class/dog/recall_inside"] == 0
     assert metrics["class/dog/mean_distance"] == pytest.approx(np.hypot(10.5, 0.5))
-
-
-@pytest.mark.slow
-def test_ms_swift_drops_regions(tmp_path: Path, run_import: Importer) -> None:
-    from swift.dataset import load_dataset
-
-    found = run_import("coco", write_coco(tmp_path, OBJECTS), "--points", num_coordinates=2)
-    rows, _ = load_dataset([str(found.path)], num_proc=1, strict=True, load_from_cache_file=False)
-    objects = found.rows[0]["objects"]
-    assert rows[0]["objects"] == {"ref": objects["ref"], "bbox": objects["bbox"]}
