@@ -7,12 +7,11 @@ numbers the template writes: their distance is a share of that picture's diagona
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from swift_stage2.channel_b.detection import DetectionTask, Objects
 from swift_stage2.channel_b.dialects import POINT_LIST
@@ -20,7 +19,7 @@ from swift_stage2.channel_b.matching import MatchResult, match_by_similarity
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import Convert, Tokenise, register_task
 from swift_stage2.errors import SampleError
-from swift_stage2.records import Coordinates, Rollout, Target
+from swift_stage2.records import Rollout, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,8 @@ def scale_of(space: tuple[int, int], image_size: tuple[int, int]) -> tuple[float
     return image_size[0] / space[0] / diagonal, image_size[1] / space[1] / diagonal
 
 
-def distances(
-    predicted: Sequence[Coordinates], true: Sequence[Coordinates], scale: tuple[float, float]
-) -> NDArray[np.float64]:
-    """Shape (num_predictions, num_truths), in shares of the image's diagonal."""
+def distances(predicted: ArrayLike, true: ArrayLike, scale: tuple[float, float]) -> NDArray[np.float64]:
+    """Shape (num_predictions, num_truths), in what ``scale`` gives; points are of shape (n, 2)."""
     one, other = (np.array(points, dtype=np.float64).reshape(-1, 2) for points in (predicted, true))
     steps = (one[:, None, :] - other[None, :, :]) * np.array(scale)
     lengths: NDArray[np.float64] = np.hypot(steps[..., 0], steps[..., 1])

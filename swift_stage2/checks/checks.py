@@ -26,7 +26,7 @@ from swift_stage2.checks.servers import (
     warn_of_open_servers,
 )
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
-from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import is_on, named_places
 from swift_stage2.data.files import Rule, local_files
 from swift_stage2.data.survey import Findings, survey
@@ -263,7 +263,7 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
     dialect, num_coordinates = DIALECTS.get(written or ""), coordinates_of(task, written)
     needs_objects = config.stage2_ab.channel_b.rows_without_objects is RowsWithoutObjects.REFUSE
     # With which ``data check`` judges these rows as a run with channel B does.
-    options = "" if task == DEFAULT_TASK else f" --task {task}"
+    options = f" --task {task}"
     if task not in SHIPPED_TASKS and dialect is not None:
         options += f" --dialect {dialect}"
     options += "" if needs_objects else " --rows-without-objects"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 
 
-def read_coco(path: Path, report: ImportReport, folder: ImageFolder) -> AnnotatedSet:
+def read_coco(path: Path, report: ImportReport, folder: ImageFolder, *, with_masks: bool) -> AnnotatedSet:
     """The content of one file, whose pictures lie in ``folder``.
 
     Raises:
         DatasetError: it cannot be read, is no COCO file of boxes, or gives two names to one class id.
     """
-    reader = _CocoReader(path, report, _read_json(path))
+    reader = _CocoReader(path, report, _read_json(path, None if with_masks else _without_mask))
     labels = reader.labels()
     names, sizes = reader.images(folder)
     objects = reader.objects(names, labels)
@@ -119,7 +119,8 @@ class _CocoReader:
                     self.report.add(ImportIssue.ID_TWICE, where)
                 box = self._box(annotation, where)
                 if box is not None and (name := names[image]):
-                    found[name].append(AnnotatedObject(labels[category], box, where))
+                    segmentation = annotation.get("segmentation")
+                    found[name].append(AnnotatedObject(labels[category], box, where, segmentation))
         return found
 
     def _entries(self, kind: str) -> Iterator[tuple[str, Any]]:
@@ -153,10 +154,10 @@ class _CocoReader:
         return None
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """The object that a file holds, without masks. Raises DatasetError: it cannot be read, or is none of COCO's."""
+def _read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None) -> Mapping[str, Any]:
+    """The object that a file holds. Raises DatasetError: it cannot be read, or is none of COCO's."""
     try:
-        content = json.loads(read_text(path), object_hook=_without_mask)
+        content = json.loads(read_text(path), object_hook=hook)
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(
             "SOURCE must be a readable file of JSON", got=f"{path}: {error}", remedy="check it"

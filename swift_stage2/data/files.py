@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -68,6 +70,20 @@ def read_lines(file: Path, what: str = "a data set") -> Iterator[bytes]:
         raise DatasetError(
             f"{what} must be a readable UTF-8 file", got=f"{file}: {error}", remedy="check the path"
         ) from error
+
+
+def coordinates_in(files: Iterable[Path]) -> int:
+    """2 if the first object of these rows is a point, else 4 (boxes); 4 also where no row has an object.
+
+    Raises:
+        DatasetError: a file cannot be read.
+    """
+    for line in (line for file in files for line in read_lines(file)):
+        with suppress(ValueError, TypeError, LookupError, RecursionError):  # whoever checks the row tells
+            count = len(json.loads(line)["objects"]["bbox"][0])
+            if count in (2, 4):
+                return count
+    return 4
 
 
 class Rule(StrEnum):

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_stage2.channel_b.answer_templates import standard_template
-from swift_stage2.channel_b.dialects import DIALECTS, Dialect
+from swift_stage2.channel_b.dialects import DIALECTS, POINT_LIST, Dialect
 from swift_stage2.data.coco_file import read_coco
 from swift_stage2.data.picture import TURN, UNREADABLE, StoredPicture, look_at
+from swift_stage2.data.regions import mask_of, point_in
 from swift_stage2.data.row_check import BOX_MARK, LABEL_MARK
 from swift_stage2.data.sources import (
     AnnotatedImage,
@@ -30,14 +31,14 @@ from swift_stage2.data.sources import (
 )
 from swift_stage2.data.voc_folder import read_voc
 from swift_stage2.data.yolo_folder import read_yolo
-from swift_stage2.errors import DatasetError, UserError
+from swift_stage2.errors import DatasetError, SampleError, UserError
 from swift_stage2.records import Box
 from swift_stage2.runtime.output import SafeConsole, check_new_file, going_on, progress_bar, say
 from swift_stage2.runtime.parser import CommandParser, real_number
 from swift_stage2.servers.image_opening import UPRIGHT
 from swift_stage2.whole_file import whole_file
 
-_PROMPT = "Detect all objects."
+_PROMPT, _POINT_PROMPT = "Detect all objects.", "Point at all objects."
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
     "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "--images must be a folder", got=f"{options.images}, which is none", remedy="correct the path"
         )
+    has_points = DIALECTS[options.dialect].num_coordinates == 2
+    options.prompt = options.prompt or (_POINT_PROMPT if has_points else _PROMPT)
     check_prompt(options.prompt)
     report = ImportReport()
     # Absolute, so that rows are right wherever they are read from.
@@ -81,7 +84,9 @@ def _read(options: argparse.Namespace, report: ImportReport, folder: ImageFolder
     of_all = options.source, report, folder
     if options.format == "voc":
         return read_voc(*of_all, first_pixel=options.first_pixel, skip_difficult=options.skip_difficult)
-    return read_yolo(*of_all, classes=options.classes) if options.format == "yolo" else read_coco(*of_all)
+    if options.format == "yolo":
+        return read_yolo(*of_all, classes=options.classes)
+    return read_coco(*of_all, with_masks=DIALECTS[options.dialect].num_coordinates == 2)
 
 
 def _write(
@@ -99,7 +104,7 @@ def _write(
         move_to = stack.enter_context(progress_bar(len(source.images), "images"))
         for number, image in enumerate(source.images):
             move_to(number)
-            if (placed := place_objects(image, folder, report)) is None:
+            if (placed := place_objects(image, folder, report, dialect)) is None:
                 continue
             path = outputs[-1] if _is_held_out(image.name, options) else outputs[0]
             files[path].write(row_of(os.path.join(folder, image.name), placed, prompt, dialect))
@@ -156,13 +161,15 @@ def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
     add("source", type=Path, metavar="SOURCE")
     add("--images", type=Path, required=True, metavar="DIR", help="the folder that images' names start from")
     add("--output", type=Path, required=True, metavar="TRAIN.jsonl", help="the file to write")
-    add(
-        "--prompt",
-        default=_PROMPT,
-        help=f"the question; {LABELS} stands for all classes (default: {_PROMPT})",
-    )
+    prompt_help = f"the question; {LABELS} stands for all classes (default: {_PROMPT} or {_POINT_PROMPT})"
+    add("--prompt", help=prompt_help)
     of_boxes = [name for name, dialect in DIALECTS.items() if dialect.num_coordinates == 4]
-    add("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
+    written = parser.add_mutually_exclusive_group()
+    written.add_argument("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
+    if name == "coco":
+        points_help = "write a point for each object, in its mask if it has one, else its box's centre"
+        constant = {"action": "store_const", "const": POINT_LIST.name}
+        written.add_argument("--points", dest="dialect", help=points_help, **constant)
     add(
         "--split",
         type=real_number("a share between 0 and 1", below=1.0),
@@ -181,12 +188,23 @@ def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
 _IMAGE_MARK = "<image>"
 LABELS = "{labels}"
 _PLACEHOLDER = re.compile(r"\{\s*labels?\s*\}", re.IGNORECASE)
-Objects = Sequence[tuple[str, Box]]
-"""Labels and boxes in pixels."""
 
 
-def place_objects(image: AnnotatedImage, folder: Path, report: ImportReport) -> Objects | None:
-    """Boxes on the stored pixels of a picture in ``folder``; None if no row can be made of it. The report tells all."""
+class PlacedObject(NamedTuple):
+    """A label, a box or point in pixels, and of a point the region where another is right, as rows have it."""
+
+    label: str
+    place: tuple[float, ...]
+    region: str = ""
+
+
+def place_objects(
+    image: AnnotatedImage, folder: Path, report: ImportReport, dialect: Dialect
+) -> list[PlacedObject] | None:
+    """Boxes, or points if the dialect has them, on the stored pixels of a picture in ``folder``.
+
+    None if no row can be made of it. The report tells all.
+    """
     path = os.path.join(folder, image.name)
     if (picture := _look_at(path, report)) is None:
         return None
@@ -198,18 +216,30 @@ def place_objects(image: AnnotatedImage, folder: Path, report: ImportReport) -> 
         written, real = ("x".join(map(str, each)) for each in (image.size or (), size))
         report.add(ImportIssue.SIZE, f"{image.name}: {written}, the picture has {real}")
     scale = size if image.is_share else (1, 1)
-    placed = [
-        (label, inside)
-        for label, (x1, y1, x2, y2), where in _once(objects, report)
-        if (
-            inside := _inside(
-                (x1 * scale[0], y1 * scale[1], x2 * scale[0], y2 * scale[1]), size, where, report
-            )
-        )
-    ]
+    placed: list[PlacedObject] = []
+    for each in _once(objects, report):
+        x1, y1, x2, y2 = each.box
+        box = x1 * scale[0], y1 * scale[1], x2 * scale[0], y2 * scale[1]
+        if (inside := _inside(box, size, each.where, report)) is None:
+            continue
+        if dialect.num_coordinates == 2:
+            placed.append(_as_point(each, inside, size, report))
+        else:
+            placed.append(PlacedObject(each.label, inside))
     if not placed:
         report.add(ImportIssue.EMPTY, path)
     return placed
+
+
+def _as_point(found: AnnotatedObject, box: Box, size: tuple[int, int], report: ImportReport) -> PlacedObject:
+    if found.segmentation:
+        try:
+            point = point_in(mask_of(found.segmentation, size))
+            return PlacedObject(found.label, point, json.dumps(found.segmentation))
+        except SampleError:
+            report.add(ImportIssue.BAD_MASK, found.where)
+    x1, y1, x2, y2 = box
+    return PlacedObject(found.label, (round((x1 + x2) / 2, 6), round((y1 + y2) / 2, 6)), json.dumps(box))
 
 
 def _once(objects: Sequence[AnnotatedObject], report: ImportReport) -> Iterator[AnnotatedObject]:
@@ -263,19 +293,22 @@ def check_prompt(prompt: str) -> None:
         raise UserError(f"--prompt knows {LABELS}", got=min(near), remedy="correct it")
 
 
-def row_of(path: str, objects: Objects, prompt: str, dialect: Dialect) -> str:
+def row_of(path: str, objects: Sequence[PlacedObject], prompt: str, dialect: Dialect) -> str:
     """The line of the picture at ``path``, with its line break."""
     messages = [
         {"role": "user", "content": prompt if _IMAGE_MARK in prompt else _IMAGE_MARK + prompt},
         {"role": "assistant", "content": _answer(dialect, len(objects))},
     ]
-    labels, boxes = [label for label, _ in objects], [box for _, box in objects]
-    row = {"messages": messages, "images": [path], "objects": {"ref": labels, "bbox": boxes}}
+    lists = {"ref": [each.label for each in objects], "bbox": [each.place for each in objects]}
+    if dialect.num_coordinates == 2:
+        lists["region"] = [each.region for each in objects]
+    row = {"messages": messages, "images": [path], "objects": lists}
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 @lru_cache(1024)
 def _answer(dialect: Dialect, num_objects: int) -> str:
     """With a mark for each label and box, which ms-swift fills."""
-    answer = standard_template(dialect).write([(LABEL_MARK, (0, 0, 0, 0))] * num_objects)
-    return answer.replace("[0, 0, 0, 0]", BOX_MARK)
+    zeros = (0,) * dialect.num_coordinates
+    answer = standard_template(dialect).write([(LABEL_MARK, zeros)] * num_objects)
+    return answer.replace(str(list(zeros)), BOX_MARK)

@@ -1,9 +1,9 @@
 """Rows with their truth and the predictions beside them: one row's answer, and files of both.
 
 A file of predictions holds one JSON object per line, and one line per row of the data: ``image`` as the row names it,
-``width`` and ``height`` of the stored image, ``objects: {ref, bbox}`` with boxes x1, y1, x2, y2 in its pixels; perhaps
-``scores`` of the objects, ``answer`` (the model's text) and ``finish_reason``. Other keys are left alone. The n-th line
-that names an image answers the n-th row that does, so the order of different images is free.
+``width`` and ``height`` of the stored image, ``objects: {ref, bbox}`` with boxes x1, y1, x2, y2 or points x, y in its
+pixels; perhaps ``scores`` of the objects, ``answer`` (the model's text) and ``finish_reason``. Other keys are left
+alone. The n-th line that names an image answers the n-th row that does, so the order of different images is free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +22,12 @@ from numpy.typing import NDArray
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from swift_stage2.channel_b.answer_templates import fill_placeholders, require_templates
-from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
+from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.matching import MAX_COORDINATE
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout, read_ground_truth
 from swift_stage2.data.files import read_lines
 from swift_stage2.data.picture import UNREADABLE, images_of, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError
-from swift_stage2.records import Box
 from swift_stage2.whole_file import write_whole
 
 FAILED = "failed"
@@ -38,15 +36,14 @@ TRUNCATED = "length"
 _DECIMALS = 2
 _Side = Annotated[int, Field(ge=1)]
 _Coordinate = Annotated[FiniteFloat, Field(ge=-MAX_COORDINATE, le=MAX_COORDINATE)]
-_PixelBox = tuple[_Coordinate, _Coordinate, _Coordinate, _Coordinate]
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledBoxes:
-    """Labels and boxes (x1, y1, x2, y2), one of each per object."""
+    """Labels and boxes (x1, y1, x2, y2) or points (x, y), one of each per object."""
 
     ref: tuple[str, ...] = ()
-    bbox: tuple[_PixelBox, ...] = ()
+    bbox: tuple[tuple[_Coordinate, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +58,29 @@ class Prediction:
     answer: str | None = None
     finish_reason: str | None = None
 
-    def fault(self) -> str:
-        """The first rule that it breaks, or nothing."""
+    def fault(self, num_coordinates: int = 4) -> str:
+        """The first rule that it breaks, or nothing; every object has so many numbers."""
         num_boxes = len(self.objects.bbox)
         num_scores = num_boxes if self.scores is None else len(self.scores)
         if not len(self.objects.ref) == num_boxes == num_scores:
             return "every object needs one ref, one bbox and, where there are scores, one score"
-        bad = next((box for box in self.objects.bbox if box[0] > box[2] or box[1] > box[3]), None)
+        if odd := [place for place in self.objects.bbox if len(place) != num_coordinates]:
+            what = "points of two numbers" if num_coordinates == 2 else "boxes of four numbers"
+            return f"objects.bbox must hold {what}, as the data does, got bbox={list(odd[0])}"
+        bad = next((box for box in self.objects.bbox if box[0] > box[-2] or box[1] > box[-1]), None)
         return f"a box must have x1 <= x2 and y1 <= y2, got bbox={list(bad)}" if bad else ""
 
 
 def in_pixels(
     objects: Sequence[tuple[str, Sequence[float]]], space: tuple[int, int], size: tuple[int, int]
 ) -> LabelledBoxes:
-    """Labels and boxes of a template's ``space`` (width, height) in an image of ``size``."""
-    x, y, cut = size[0] / space[0], size[1] / space[1], partial(round, ndigits=_DECIMALS)
-    boxes: list[Box] = [
-        (cut(x1 * x), cut(y1 * y), cut(x2 * x), cut(y2 * y)) for _, (x1, y1, x2, y2) in objects
-    ]
-    return LabelledBoxes(tuple(as_text(label) for label, _ in objects), tuple(boxes))
+    """Labels and boxes or points of a template's ``space`` (width, height) in an image of ``size``."""
+    scale = size[0] / space[0], size[1] / space[1]
+    places = (
+        tuple(round(value * scale[axis % 2], _DECIMALS) for axis, value in enumerate(place))
+        for _, place in objects
+    )
+    return LabelledBoxes(tuple(as_text(label) for label, _ in objects), tuple(places))
 
 
 def answer_flags(predictions: Sequence[Prediction | None], dialect: Dialect) -> dict[str, NDArray[np.int64]]:
@@ -131,14 +132,14 @@ class TrueRow:
     row: Mapping[str, Any]
 
 
-def read_rows(path: Path) -> list[TrueRow]:
-    """Every row of a JSONL data set.
+def read_rows(path: Path, num_coordinates: int = 4) -> list[TrueRow]:
+    """Every row of a JSONL data set of boxes, or of points where objects have 2 coordinates.
 
     Raises:
         DatasetError: the file cannot be read, or a line is none that ``read_row`` reads.
     """
     rows = [
-        read_row(line, number, f"{path}:{place}")
+        read_row(line, number, f"{path}:{place}", num_coordinates)
         for number, (place, line) in enumerate(numbered_lines(path, "a data set"))
     ]
     if not rows:
@@ -146,7 +147,7 @@ def read_rows(path: Path) -> list[TrueRow]:
     return rows
 
 
-def read_row(line: str, number: int, where: str) -> TrueRow:
+def read_row(line: str, number: int, where: str, num_coordinates: int = 4) -> TrueRow:
     """Raises DatasetError: the line has no image or no list of boxes in pixels; names ``where`` it stands."""
     try:
         row = json.loads(line)
@@ -159,7 +160,7 @@ def read_row(line: str, number: int, where: str) -> TrueRow:
         objects = row.get("objects") or {}
         if (units := objects.get("bbox_type", "real")) != "real":
             raise SampleError("boxes must be in pixels of the stored image", got=f"bbox_type={units!r}")
-        truth = read_ground_truth(row)
+        truth = read_ground_truth(row, num_coordinates)
         "".join((image, *truth.labels)).encode()  # half of a surrogate pair is no text
         return TrueRow(number, image, truth, row)
     except (ValueError, AttributeError, TypeError, RecursionError, SampleError) as error:
@@ -169,8 +170,8 @@ def read_row(line: str, number: int, where: str) -> TrueRow:
         ) from error
 
 
-def read_prediction(line: str, where: str) -> Prediction:
-    """Raises DatasetError: the line is no prediction; names ``where`` it stands."""
+def read_prediction(line: str, where: str, num_coordinates: int = 4) -> Prediction:
+    """Raises DatasetError: the line is no prediction of such objects; names ``where`` it stands."""
     try:
         prediction = _FORM.validate_json(line)
     except ValidationError as error:
@@ -179,7 +180,7 @@ def read_prediction(line: str, where: str) -> Prediction:
         raise DatasetError(
             f"{where}: {member}: {first['msg']}", remedy="write it as docs/design/formats.md says"
         ) from error
-    if fault := prediction.fault():
+    if fault := prediction.fault(num_coordinates):
         raise DatasetError(f"{where}: {fault}", remedy="mend the line")
     return prediction
 
@@ -195,9 +196,9 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
     for row in rows:
         waiting[row.image].append(row.number)
     found: list[Prediction | None] = [None] * len(rows)
-    scored, places = set(), dict[int, int]()
+    num_coordinates, scored, places = coordinates_of_rows(rows), set[bool](), dict[int, int]()
     for number, line in numbered_lines(path, "predictions"):
-        prediction = read_prediction(line, f"{path}:{number}")
+        prediction = read_prediction(line, f"{path}:{number}", num_coordinates)
         if not waiting[prediction.image]:
             raise DatasetError(
                 f"{path}:{number}: every line must answer a row of the data",
@@ -234,15 +235,21 @@ def _is_of_image_size(prediction: Prediction | None, place: str) -> bool:
     return True
 
 
+def coordinates_of_rows(rows: Sequence[TrueRow]) -> int:
+    """2 of points, 4 of boxes, also where no row has an object."""
+    return next((len(row.truth.boxes[0]) for row in rows if row.truth.boxes), 4)
+
+
 def answer_dialect(rows: Sequence[TrueRow]) -> Dialect:
-    """The dialect that the answer of the first row is written in; ``object_list`` where none reads it."""
-    message, truth = rows[0].row["messages"][-1], rows[0].truth
-    for dialect in DIALECTS.values():
+    """The dialect that the answer of the first row is written in; where none reads it, the first of such objects."""
+    message, truth, count = rows[0].row["messages"][-1], rows[0].truth, coordinates_of_rows(rows)
+    dialects = [each for each in DIALECTS.values() if each.num_coordinates == count]
+    for dialect in dialects:
         with suppress(ConfigError):
             objects = list(zip(truth.labels, truth.boxes, strict=True))
             require_templates(fill_placeholders(str(message.get("content")), objects), dialect)
             return dialect
-    return OBJECT_LIST
+    return dialects[0]
 
 
 def as_line(prediction: Prediction, **more: object) -> str:

@@ -48,7 +48,7 @@ _END_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow(Prediction):
-    """One line. ``truth`` is None of a task without boxes."""
+    """One line. ``truth`` is None of a task without boxes or points."""
 
     row: int
     file: str | None = None
@@ -83,12 +83,10 @@ def recorded_row(
             size = picture.width, picture.height
     match = judged.target.match if judged else None
     told = _in_row_pixels(row, truth, size) if isinstance(truth, TrueObjects) else None
-    if match and any(len(place) != 4 for _, place in (*match.predicted, *match.truth)):
-        match = None  # of points, for which there are no such metrics
     found = in_pixels(match.predicted, space, size) if match else LabelledBoxes()
     true = None
-    if told is not None and all(len(box) == 4 for box in told.boxes):
-        true = LabelledBoxes(told.labels, tuple((x1, y1, x2, y2) for x1, y1, x2, y2 in told.boxes))
+    if told is not None:
+        true = LabelledBoxes(told.labels, told.boxes)
     elif match:
         true = in_pixels(match.truth, space, size)
     return RecordedRow(
@@ -115,7 +113,8 @@ def _in_row_pixels(row: Mapping[str, Any], truth: TrueObjects, size: tuple[int, 
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
     """``SCORED`` by name, as `evaluate` computes them; absent where nothing was counted or the task has no boxes."""
     truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
-    if not rows or len(truths) < len(rows):
+    places = (place for row in rows for side in (row.objects, row.truth) if side for place in side.bbox)
+    if not rows or len(truths) < len(rows) or any(len(place) != 4 for place in places):
         return {}
     found = DetectionScores(detection_data(truths, rows), answer_flags(rows, dialect)).points()
     return {name: found[f"eval/{name}"] for name in SCORED if f"eval/{name}" in found}

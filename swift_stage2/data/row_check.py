@@ -146,6 +146,14 @@ class _RowCheck:
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self.faults))
         self._check_boxes(truth.boxes, pictures)
+        has_regions = num_coordinates == 2 and self.row["objects"].get("region") is not None
+        if has_regions and pictures and pictures[0]:
+            from swift_stage2.data.regions import require_inside  # numpy, which other rows do without
+
+            try:
+                require_inside(self.row, (pictures[0].width, pictures[0].height))
+            except SampleError as error:
+                self._tell(Rule.OBJECTS, f"{error}; mend or remove the row")
         if not self._check_labels(truth.labels):
             return CheckedRow(tuple(self.faults))
         for key in ("videos", "audios"):

@@ -8,20 +8,19 @@ with ``same_label`` and its default costs). Pure.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import hotcoco
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from swift_stage2.channel_b.matching import assign, iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config import MatchingConfig
+from swift_stage2.data.counted_scores import RATIOS, CountedScores, Kind, Numbers, Reals
 from swift_stage2.data.prediction import Prediction
 from swift_stage2.records import match_ratios
 
@@ -40,7 +39,6 @@ ERRORS = {
     "Miss": "an object that no box is near",
 }
 """TIDE's types."""
-RATIOS = ("precision", "recall", "f1")
 _COCO_NAMES = {
     "AP": "ap",
     "AP50": "ap50",
@@ -56,9 +54,6 @@ _COCO_NAMES = {
     "ARl": "ar_large",
 }
 _COSTS = MatchingConfig()
-_DRAWS_AT_ONCE = 50
-Numbers = NDArray[np.int64]
-Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class ObjectArrays:
     labels: NDArray[np.int64]
     """Numbers of classes."""
     boxes: NDArray[np.float64]
-    """Shape (num_objects, 4): x1, y1, x2, y2 in pixels."""
+    """Shape (num_objects, 4): x1, y1, x2, y2 in pixels; or (num_objects, 2): x, y of points."""
     scores: NDArray[np.float64]
 
     def __len__(self) -> int:
@@ -91,12 +86,28 @@ class DetectionData:
         parts: Numbers = np.searchsorted(list(OBJECT_COUNTS.values()), numbers, side="right") - 1
         return parts
 
+    def kinds(self) -> dict[str, Kind]:
+        """Divisions of the objects, whatever they are."""
+        predicted, true, by_number = self.predicted, self.truth, self.parts_by_number()
+        return {
+            "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
+            "class": (self.classes, predicted.labels, true.labels),
+            "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
+        }
+
+    def begins(self) -> Numbers:
+        """Of predictions and of truth, where each image's objects begin, and where the last one's end."""
+        ends = np.arange(self.num_images + 1)
+        return np.stack([np.searchsorted(side.images, ends) for side in (self.predicted, self.truth)])
+
 
 _Side = Sequence[tuple[Sequence[str], Sequence[Sequence[float]], Sequence[float] | None]]
 """Per image its labels, boxes and scores."""
 
 
-def detection_data(truths: Sequence[TrueObjects], predictions: Sequence[Prediction | None]) -> DetectionData:
+def detection_data(
+    truths: Sequence[TrueObjects], predictions: Sequence[Prediction | None], num_coordinates: int = 4
+) -> DetectionData:
     """Truth and prediction of each row; one without a prediction has predicted nothing. Without scores all are 1."""
     true: _Side = [(each.labels, each.boxes, None) for each in truths]
     said: _Side = [
@@ -106,47 +117,38 @@ def detection_data(truths: Sequence[TrueObjects], predictions: Sequence[Predicti
         sorted({label.strip() for side in (true, said) for labels, _, _ in side for label in labels})
     )
     numbers = {label: number for number, label in enumerate(classes)}
-    return DetectionData(len(truths), classes, _arrays(true, numbers), _arrays(said, numbers))
+    arrays = (_arrays(side, numbers, num_coordinates) for side in (true, said))
+    return DetectionData(len(truths), classes, *arrays)
 
 
-def _arrays(side: _Side, numbers: Mapping[str, int]) -> ObjectArrays:
+def _arrays(side: _Side, numbers: Mapping[str, int], num_coordinates: int) -> ObjectArrays:
     weights = [[1.0] * len(boxes) if scores is None else scores for _, boxes, scores in side]
     return ObjectArrays(
         np.repeat(np.arange(len(side)), [len(boxes) for _, boxes, _ in side]),
         np.array([numbers[label.strip()] for labels, _, _ in side for label in labels], dtype=np.int64),
-        np.array([box for _, boxes, _ in side for box in boxes], dtype=np.float64).reshape(-1, 4),
+        np.array([box for _, boxes, _ in side for box in boxes], dtype=np.float64).reshape(
+            -1, num_coordinates
+        ),
         np.array([score for scores in weights for score in scores], dtype=np.float64),
     )
 
 
-class Counts(NamedTuple):
-    """Objects, and pairs matched at IoU 0.5."""
-
-    predicted: int
-    true: int
-    matched: int
-
-
-class Bounds(NamedTuple):
-    """A 95 % interval."""
-
-    low: float
-    high: float
-
-
-class DetectionScores:
+class DetectionScores(CountedScores):
     """The metrics of ``data``; ``answers`` are shares of answers by name, as 0 or 1 per image."""
 
     def __init__(self, data: DetectionData, answers: Mapping[str, Numbers] | None = None) -> None:
         self.data = data
         self._answers = dict(answers or {})
         self.matched, self._found, self.num_matched = match_images(data)
-        self.parts, self._tallies, self._sums = self._count()
+        super().__init__(
+            (data.predicted.images, data.truth.images), data.num_images, self._kinds(), iou=self._found[1]
+        )
 
     def points(self) -> dict[str, float]:
         """Every metric by name; absent where nothing was counted."""
         values: dict[str, float] = {}
-        for part, total, sum_iou in zip(self.parts, self._totals(), self._sums.tolist(), strict=True):
+        sums = self.sums([iou for pairs in self.matched for *_, iou in pairs])
+        for part, total, sum_iou in zip(self.parts, self.totals(), sums, strict=True):
             ratios = match_ratios(
                 num_predictions=total.predicted,
                 num_ground_truth=total.true,
@@ -174,11 +176,6 @@ class DetectionScores:
             name: {"count": found["counts"][name], "lost_ap50": found["delta_ap"][name]} for name in ERRORS
         }
 
-    def counts(self, kind: str) -> dict[str, Counts]:
-        """By part of one kind (class, objects, aspect)."""
-        found = zip(self.parts, self._totals(), strict=True)
-        return {part.removeprefix(f"{kind}/"): total for part, total in found if part.startswith(f"{kind}/")}
-
     def errors_by_number(self) -> dict[str, dict[str, int]]:
         """The same numbers by ``OBJECT_COUNTS``, beside how many ``images`` those are; they add up to the whole's."""
         parts, found = self.data.parts_by_number(), dict[str, dict[str, int]]()
@@ -189,39 +186,6 @@ class DetectionScores:
             of_part.evaluate()
             found[list(OBJECT_COUNTS)[number]] = {"images": len(images), **of_part.tide_errors()["counts"]}
         return found
-
-    def intervals(self, num_draws: int, minus: DetectionScores | None = None) -> dict[str, Bounds]:
-        """Of precision, recall and F1 of every part, by the bootstrap over images: drawn again, as many as there are.
-
-        With ``minus``: of the differences from another set's, image by image, on the same draws; the draws are always
-        the same. hotcoco's own comparison keeps an image that was drawn twice once, which makes its intervals a quarter
-        too narrow.
-        """
-        generator, num_images = np.random.default_rng(0), self.data.num_images
-        drawn: defaultdict[str, list[Reals]] = defaultdict(list)
-        for first in range(0, num_draws, _DRAWS_AT_ONCE):
-            size = min(_DRAWS_AT_ONCE, num_draws - first)
-            weights = generator.multinomial(num_images, np.full(num_images, 1 / num_images), size).T
-            others = minus._weighted(weights) if minus else {}
-            for name, values in self._weighted(weights).items():
-                if minus is None or name in others:
-                    drawn[name].append(values - others.get(name, 0.0))
-        known = {
-            name: (all_of := np.concatenate(parts))[np.isfinite(all_of)] for name, parts in drawn.items()
-        }
-        return {
-            name: Bounds(*np.quantile(values, (0.025, 0.975)).tolist())
-            for name, values in known.items()
-            if len(values)
-        }
-
-    def _weighted(self, weights: Numbers) -> dict[str, Reals]:
-        """Precision, recall and F1 of images as often as a column of ``weights`` says; an entry per column."""
-        predicted, true, matched = (each.T @ weights for each in self._tallies)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = matched / predicted, matched / true, 2 * matched / (predicted + true)
-        by_name = zip(RATIOS, ratios, strict=True)
-        return {f"{part}/{name}": of[n] for name, of in by_name for n, part in enumerate(self.parts)}
 
     @cached_property
     def _coco(self) -> hotcoco.COCOeval:
@@ -240,48 +204,12 @@ class DetectionScores:
         found.accumulate()
         return found
 
-    def _totals(self) -> list[Counts]:
-        return [
-            Counts(*each) for each in np.stack([each.sum(axis=0) for each in self._tallies], axis=1).tolist()
-        ]
-
-    def _count(self) -> tuple[list[str], list[csr_array], Reals]:
-        """Names of the parts; predicted, true and matched objects per image, a column per part; sums of IoUs."""
+    def _kinds(self) -> dict[str, Kind]:
         predicted, true = self.data.predicted, self.data.truth
-        by_number = self.data.parts_by_number()
         aspects, true_aspects = _aspects(predicted.boxes), _aspects(true.boxes)
         predictions, found = self._found
         aspects[predictions] = true_aspects[found]
-        # Of each kind: the names of its parts, and the number of the part that each object of a side is in.
-        kinds = {
-            "eval": ([""], np.zeros_like(predicted.images), np.zeros_like(true.images)),
-            "class": (self.data.classes, predicted.labels, true.labels),
-            "objects": (OBJECT_COUNTS, by_number[predicted.images], by_number[true.images]),
-            "aspect": (ASPECTS, aspects, true_aspects),
-        }
-        parts: list[str] = []
-        said, there = [], []
-        for kind, (names, of_said, of_there) in kinds.items():
-            said.append(len(parts) + of_said)
-            there.append(len(parts) + of_there)
-            parts += [f"{kind}/{name}".removesuffix("/") for name in names]
-        matched = np.stack(there)[:, found]  # a pair counts where its true object does
-        sides = (
-            (predicted.images, np.stack(said)),
-            (true.images, np.stack(there)),
-            (true.images[found], matched),
-        )
-        tallies = [
-            csr_array(
-                (np.ones(columns.size, dtype=np.int64), (np.tile(images, len(kinds)), columns.ravel())),
-                shape=(self.data.num_images, len(parts)),
-            )
-            for images, columns in sides
-        ]
-        ious = [iou for pairs in self.matched for *_, iou in pairs]
-        # Not ``np.add.at``: NumPy 2.3 reads past the end of values that it has to broadcast.
-        sums = np.bincount(matched.ravel(), np.tile(ious, len(kinds)), len(parts)).astype(np.float64)
-        return parts, tallies, sums
+        return {**self.data.kinds(), "aspect": (ASPECTS, aspects, true_aspects)}
 
 
 Pairs = tuple[tuple[int, int, float], ...]
@@ -292,8 +220,7 @@ def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
     """The pairs of one class at IoU 0.5 by image, the predictions and the true objects in them by their places in
     ``data``, and how many pairs there are at each threshold."""
     most = _COSTS.unmatched_prediction_cost + _COSTS.unmatched_ground_truth_cost - 1
-    sides, ends = (data.predicted, data.truth), np.arange(data.num_images + 1)
-    begins = np.stack([np.searchsorted(side.images, ends) for side in sides])
+    begins = data.begins()
     matched, found, numbers = list[Pairs](), list[Numbers](), np.zeros(len(THRESHOLDS), dtype=np.int64)
     for image in range(data.num_images):
         said, true = (slice(*each[image : image + 2]) for each in begins)

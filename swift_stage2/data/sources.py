@@ -72,6 +72,7 @@ class ImportIssue(Enum):
     ID_TWICE = ("annotation id used twice", "both kept")
     ID_FORM = ("id written as text here and as a number there", "taken as the same id")
     MASK = ("mask", "box drawn around it")
+    BAD_MASK = ("mask that cannot be read or is empty", "the box's centre taken")
     FROM_ZERO = ("coordinate 0 where the first pixel is 1", "clipped; say --first-pixel 0")
     CLIPPED = ("box that reaches over the picture's edge", "clipped")
     RESPELT = ("label that an answer or a tokenizer cannot hold as it stands", "respelt, as shown")
@@ -126,6 +127,8 @@ class AnnotatedObject(NamedTuple):
     box: Box
     where: str
     """File and line."""
+    segmentation: Any = None
+    """Its mask as the source has it, if it has one and somebody wants it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

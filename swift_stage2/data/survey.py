@@ -18,7 +18,7 @@ from swift_stage2.channel_b.answer_templates import PossibleTemplates, common_te
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect, coordinates_of
 from swift_stage2.channel_b.targets import AnswerTemplate
 from swift_stage2.config.stage2_ab import DEFAULT_TASK
-from swift_stage2.data.files import Fault, Place, Rule, read_lines
+from swift_stage2.data.files import Fault, Place, Rule, coordinates_in, read_lines
 from swift_stage2.data.picture import look_at
 from swift_stage2.data.row_check import CheckedRow, check_line
 from swift_stage2.errors import DatasetError
@@ -202,7 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Raises UserError: a file is missing, or one cannot be written."""
     options = _parse(argv)
     files = [Path(name) for name in options.files]
-    num_coordinates = coordinates_of(options.task, options.dialect)
+    if options.task or options.dialect:
+        num_coordinates = coordinates_of(options.task or DEFAULT_TASK, options.dialect)
+    else:
+        num_coordinates = coordinates_in(files)
     total = sum(file.stat().st_size for file in files if file.is_file())
     with progress_bar(total, "rows") as move_to:
         findings = survey(
@@ -235,10 +238,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = check.add_argument
     add("files", nargs="+", metavar="FILE.jsonl")
     task_help = (
-        "stage2_ab.task (default %(default)s); of your own task's rows form and images are checked, and objects and "
-        "answers where --dialect says what they are in"
+        f"stage2_ab.task (default: as the first object tells, {DEFAULT_TASK} or point); of your own task's rows form "
+        "and images are checked, and objects and answers where --dialect says what they are in"
     )
-    add("--task", default=DEFAULT_TASK, metavar="NAME", help=task_help)
+    add("--task", metavar="NAME", help=task_help)
     add("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
     add(
         "--decode",

@@ -16,7 +16,10 @@ from typing import Any
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
+from swift_stage2.data.counted_scores import Bounds
+from swift_stage2.data.files import coordinates_in
 from swift_stage2.data.paper_scores import all_points
+from swift_stage2.data.point_scores import RADIUS_SHARE, PointScores
 from swift_stage2.data.prediction import (
     FAILED,
     Prediction,
@@ -24,19 +27,20 @@ from swift_stage2.data.prediction import (
     answer_dialect,
     answer_flags,
     check_folder,
+    coordinates_of_rows,
     lost_objects,
     read_predictions,
     read_rows,
     write_file,
     write_predictions,
 )
-from swift_stage2.data.scores import Bounds, DetectionScores, detection_data
+from swift_stage2.data.scores import DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, own_server, require_answer
 from swift_stage2.report.content import PageContent, Section, Sentence, Tone, page_of, terminal_report
 from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
-from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -56,19 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: a file cannot be used or written, or the server does not answer.
     """
     options = parse_options(argv)
-    rows = read_rows(options.data)
+    rows = read_rows(options.data, coordinates_in([options.data]))
+    if options.radius and coordinates_of_rows(rows) == 4:
+        raise UserError(
+            "--radius is of points", got=f"{options.data}, which has boxes", remedy="leave it out"
+        )
     if _asks(options) or options.output or not options.json:
         check_folder(options.output or _FOLDER)
     facts, sections, num_missing = (_compare if options.compare else _evaluate)(rows, options)
     head = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS}
+    head |= {"radius": options.radius} if options.radius else {}
     _tell(head | facts, sections, options)
     return EXIT_INCOMPLETE if num_missing else 0
 
 
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
-    scores, num_missing = _score(rows, predictions), _num_missing(predictions)
-    points, bounds = all_points(scores), scores.intervals(_NUM_DRAWS)
+    scores, num_missing = _score(rows, predictions, options.radius), _num_missing(predictions)
+    points, bounds = _points(scores), scores.intervals(_NUM_DRAWS)
     gallery = worst_images(rows, predictions, scores)
     has_scores = any(each and each.scores is not None for each in predictions)
     how = (
@@ -76,6 +85,8 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         if has_scores
         else "no scores: all count as 1, and COCO's AP takes them as they stand"
     )
+    if isinstance(scores, PointScores):
+        how = _how_far(scores, options.radius)
     remarks = [Sentence(f"{len(rows):,} images; {how}. Intervals: {_NUM_DRAWS:,} draws of as many images.")]
     if num_missing:
         remarks.append(Sentence(_MISSING.format(num_missing), Tone.BAD))
@@ -84,20 +95,22 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "source": str(options.server or options.predictions or options.model),
         "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
-        "errors": scores.errors(),
-        "errors_by_number": scores.errors_by_number(),
         "lost": lost,
     }
+    if not isinstance(scores, PointScores):
+        facts |= {"errors": scores.errors(), "errors_by_number": scores.errors_by_number()}
     return facts, evaluation_sections(scores, points, bounds, remarks, gallery, lost), num_missing
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     both = [read_predictions(path, rows) for path in options.compare]
-    first, second = (_score(rows, each) for each in both)
+    first, second = (_score(rows, each, options.radius) for each in both)
     bounds = second.intervals(_NUM_DRAWS, minus=first)
-    before, after = all_points(first), all_points(second)
+    before, after = _points(first), _points(second)
     missing = list(map(_num_missing, both))
     remarks = [Sentence(f"{name}: {path}") for name, path in zip("AB", options.compare, strict=True)]
+    if isinstance(first, PointScores):
+        remarks.append(Sentence(_how_far(first, options.radius)))
     remarks += [
         Sentence(f"{path}: {_MISSING.format(num)}", Tone.BAD)
         for path, num in zip(options.compare, missing, strict=True)
@@ -116,9 +129,22 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     return facts, comparison_sections(before, after, bounds, remarks), sum(missing)
 
 
-def _score(rows: Sequence[TrueRow], predictions: Sequence[Prediction | None]) -> DetectionScores:
-    data = detection_data([row.truth for row in rows], predictions)
-    return DetectionScores(data, answer_flags(predictions, answer_dialect(rows)))
+def _score(
+    rows: Sequence[TrueRow], predictions: Sequence[Prediction | None], radius: float | None
+) -> DetectionScores | PointScores:
+    flags = answer_flags(predictions, answer_dialect(rows))
+    if coordinates_of_rows(rows) == 2:
+        return PointScores(rows, predictions, flags, radius)
+    return DetectionScores(detection_data([row.truth for row in rows], predictions), flags)
+
+
+def _points(scores: DetectionScores | PointScores) -> dict[str, float]:
+    return scores.points() if isinstance(scores, PointScores) else all_points(scores)
+
+
+def _how_far(scores: PointScores, radius: float | None) -> str:
+    most = f"{radius:g} pixels" if radius else f"{RADIUS_SHARE:g} of the image's diagonal"
+    return f"radius {most}" + ("" if scores.has_regions else "; without objects.region nothing is inside")
 
 
 def _num_missing(predictions: Sequence[Prediction | None]) -> int:
@@ -173,9 +199,9 @@ def ask(rows: Sequence[TrueRow], options: argparse.Namespace, folder: Path, **mo
         with progress_bar(len(rows), "answers") as move_to:
             begun = time.monotonic()
             found = asking.ask_server(base_url, rows, encoder, questions, move_to)
-            boxes_per_s = sum(len(each.objects.bbox) for each in found) / (time.monotonic() - begun)
+            objects_per_s = sum(len(each.objects.bbox) for each in found) / (time.monotonic() - begun)
     by = options.server or f"engine {options.engine or ServerEngine.TRANSFORMERS}"
-    say(f"speed: {boxes_per_s:.1f} boxes/s with --in-flight {options.in_flight}, {by}", is_error=True)
+    say(f"speed: {objects_per_s:.1f} objects/s with --in-flight {options.in_flight}, {by}", is_error=True)
     return found
 
 
@@ -205,7 +231,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="swift-stage2 evaluate",
         description="Standard detection metrics: COCO's AP and AR, precision, recall and F1 with 95 % intervals, by "
-        "class and number of objects, and TIDE's error types. Compares two sets of predictions image by image.",
+        "class and number of objects, and TIDE's error types; of points their ratios and distance. Compares two sets "
+        "of predictions image by image.",
         exit_statuses="0 every row has a prediction; 1 some have none",
     )
     add = parser.add_argument
@@ -218,6 +245,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     model_help = "a checkpoint to ask; without --server one of our own serves it while the command runs"
     add("--model", metavar="DIR", help=model_help)
     add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
+    radius_help = (
+        f"of points: the most that a pair is apart (default {RADIUS_SHARE:g} of the image's diagonal)"
+    )
+    add("--radius", type=real_number("a number above 0"), metavar="PIXELS", help=radius_help)
     json_help = "print JSON; page and evaluation.json are then written only with --output"
     add("--json", action="store_true", help=json_help)
     add_asking_options(parser)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from swift_stage2.data import paper_scores
+from swift_stage2.data import paper_scores, point_scores
+from swift_stage2.data.counted_scores import Bounds
 from swift_stage2.data.drawing import Drawing
+from swift_stage2.data.point_scores import PointScores
 from swift_stage2.data.prediction import LabelledBoxes, Prediction, TrueRow
-from swift_stage2.data.scores import ERRORS, Bounds, DetectionScores
+from swift_stage2.data.scores import ERRORS, DetectionScores
 from swift_stage2.report.content import (
     Gallery,
     Part,
@@ -44,7 +46,14 @@ MEANINGS = {
     "eval/failed_ratio": "rows without an answer",
 }
 _HEADLINE = {"eval/ap": "AP", "eval/ap50": "AP50", "eval/ar": "AR", "eval/f1": "F1 at IoU 0.5"}
-_RATIOS = ("precision", "recall", "f1", "mean_iou")
+_POINT_HEADLINE = {
+    "eval/f1": "F1 within the radius",
+    "eval/recall_inside": "Recall inside",
+    "eval/mean_distance": "Mean distance",
+}
+_RATIOS = {"precision": "precision", "recall": "recall", "f1": "F1"}
+_OF_BOXES = {"mean_iou": "mean IoU"}
+_OF_POINTS = {"mean_distance": "mean distance", "recall_inside": "recall inside", "f1_inside": "F1 inside"}
 _KINDS = {
     "class": "By class",
     "objects": "By number of objects in the image",
@@ -54,7 +63,7 @@ _MOST_PARTS, _MOST_PICTURES = 200, 50
 
 
 def evaluation_sections(
-    scores: DetectionScores,
+    scores: DetectionScores | PointScores,
     points: Values,
     bounds: Intervals,
     remarks: Sequence[Sentence],
@@ -62,41 +71,55 @@ def evaluation_sections(
     lost: Mapping[str, Mapping[str, int]],
 ) -> tuple[Section, ...]:
     """The whole evaluation; ``points``, ``bounds`` and what is ``lost`` by name, ``remarks`` say how it was done."""
-    errors = scores.errors()
+    has_points = isinstance(scores, PointScores)
+    meanings = MEANINGS | (point_scores.MEANINGS if has_points else {})
     large = tuple(
         (
             title,
             _value(points, name),
-            f"95 % interval {_interval(bounds[name])}" if name in bounds else MEANINGS[name],
+            f"95 % interval {_interval(bounds[name])}" if name in bounds else meanings[name],
         )
-        for name, title in _HEADLINE.items()
+        for name, title in (_POINT_HEADLINE if has_points else _HEADLINE).items()
+        if name in points or not has_points
     )
     metrics = tuple(
         (name, _value(points, name), _interval(bounds.get(name)), meaning)
-        for name, meaning in MEANINGS.items()
+        for name, meaning in meanings.items()
         if name in points
     )
+    table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
+    losses = tuple((reason, str(of["objects"]), str(of["answers"])) for reason, of in sorted(lost.items()))
+    errors: list[Part] = [] if isinstance(scores, PointScores) else _errors(scores)
+    if lost:
+        errors.append(Table("What answers lost", ("reason", "objects", "answers"), losses))
+    parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
+    return (
+        Section("scores", "Scores", (headline(large), *remarks, table)),
+        Section(
+            "parts", "By class and number of objects" + ("" if has_points else " and shape"), tuple(parts)
+        ),
+        Section("errors", "Errors by type", tuple(errors)),
+        Section("gallery", "Worst images", (gallery,)),
+    )
+
+
+def _errors(scores: DetectionScores) -> list[Part]:
+    errors = scores.errors()
     kinds = tuple(
         (meaning, format_number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
         for name, meaning in ERRORS.items()
     )
-    table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
-    told = "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
-    error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), kinds)
     by_number = tuple(
         (name, *(format_number(counts[each]) for each in ("images", *ERRORS)))
         for name, counts in scores.errors_by_number().items()
     )
-    number_table = Table(_KINDS["objects"], ("objects", "images", *ERRORS), by_number)
-    losses = tuple((reason, str(of["objects"]), str(of["answers"])) for reason, of in sorted(lost.items()))
-    lists = [Table("What answers lost", ("reason", "objects", "answers"), losses)] if lost else []
-    parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
-    return (
-        Section("scores", "Scores", (headline(large), *remarks, table)),
-        Section("parts", "By class, number of objects and shape", tuple(parts)),
-        Section("errors", "Errors by type", (Sentence(told), error_table, number_table, *lists)),
-        Section("gallery", "Worst images", (gallery,)),
-    )
+    return [
+        Sentence(
+            "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
+        ),
+        Table("", ("error", "number", "lost AP50", "TIDE's name"), kinds),
+        Table(_KINDS["objects"], ("objects", "images", *ERRORS), by_number),
+    ]
 
 
 def comparison_sections(
@@ -108,7 +131,8 @@ def comparison_sections(
         "chance where its interval leaves out 0; of many that are looked at, one in twenty is so by chance."
     )
     classes = [name for name in first if name.startswith("class/") and name.endswith(("/ap", "/f1"))]
-    metrics, by_class = (_differences(names, first, second, bounds) for names in (MEANINGS, classes))
+    names = MEANINGS | point_scores.MEANINGS
+    metrics, by_class = (_differences(each, first, second, bounds) for each in (names, classes))
     return (
         Section("comparison", "Comparison", (*remarks, told, metrics)),
         Section("classes", "By class", (by_class,)),
@@ -134,39 +158,37 @@ def _differences(metrics: Iterable[str], first: Values, second: Values, bounds: 
     return Table("", headings, tuple(rows), tones, ends_in_words=True)
 
 
-def _parts(kind: str, scores: DetectionScores, points: Values, bounds: Intervals) -> Iterator[Part]:
+def _parts(
+    kind: str, scores: DetectionScores | PointScores, points: Values, bounds: Intervals
+) -> Iterator[Part]:
     counts = {name: each for name, each in scores.counts(kind).items() if each.true or each.predicted}
+    if not counts:
+        return
     names = list(counts)
     if kind == "class":
         names.sort(key=lambda name: (-counts[name].true, -counts[name].predicted))
         if unknown := [name for name in names if not counts[name].true]:
             yield Sentence(
-                f"{len(unknown)} predicted label(s) that no true object has, as {unknown[0]!r}: COCO's AP leaves them "
-                "out, precision and F1 count them as false.",
+                f"{len(unknown)} predicted label(s) that no true object has, as {unknown[0]!r}: precision and F1 count "
+                "them as false"
+                + ("." if isinstance(scores, PointScores) else ", COCO's AP leaves them out."),
                 Tone.WARN,
             )
         if len(names) > _MOST_PARTS:
             yield Sentence(f"The {_MOST_PARTS} most frequent of {len(names)} classes; the JSON has all.")
+    if isinstance(scores, PointScores):
+        columns = {
+            name: title for name, title in _OF_POINTS.items() if scores.has_regions or "inside" not in name
+        }
+    else:
+        columns = _OF_BOXES | ({"ap": "AP"} if kind == "class" else {})
+    columns = _RATIOS | columns
     rows = []
     for name in names[:_MOST_PARTS]:
-        values = (
-            _value(points, f"{kind}/{name}/{each}")
-            for each in (*_RATIOS, *(["ap"] if kind == "class" else []))
-        )
+        values = (_value(points, f"{kind}/{name}/{each}") for each in columns)
         sizes = format_number(counts[name].true), format_number(counts[name].predicted)
         rows.append((name, *sizes, *values, _interval(bounds.get(f"{kind}/{name}/f1"))))
-    ap = ("AP",) if kind == "class" else ()
-    headings = (
-        kind,
-        "true",
-        "predicted",
-        "precision",
-        "recall",
-        "F1",
-        "mean IoU",
-        *ap,
-        "95 % interval of F1",
-    )
+    headings = (kind, "true", "predicted", *columns.values(), "95 % interval of F1")
     yield Table(_KINDS[kind], headings, tuple(rows))
 
 
@@ -179,7 +201,9 @@ def _interval(found: Bounds | None, form: str = ".3f") -> str:
 
 
 def worst_images(
-    rows: Sequence[TrueRow], predictions: Sequence[Prediction | None], scores: DetectionScores
+    rows: Sequence[TrueRow],
+    predictions: Sequence[Prediction | None],
+    scores: DetectionScores | PointScores,
 ) -> Gallery:
     """Some images, those with the most objects missed or invented first. Opens their files."""
     found = [

@@ -18,11 +18,11 @@ from statistics import fmean
 
 from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.data.counted_scores import Counts
 from swift_stage2.data.drawing import Drawing, gallery_image
 from swift_stage2.data.prediction import TRUNCATED, LabelledBoxes
 from swift_stage2.data.recorded import RecordedRow, evaluation_file, evaluations_directory, read_recorded
-from swift_stage2.data.scores import Counts, DetectionScores, detection_data
-from swift_stage2.records import Box
+from swift_stage2.data.scores import DetectionScores, detection_data
 from swift_stage2.report.content import (
     Gallery,
     Part,
@@ -245,7 +245,7 @@ class Suspect:
     row: int
     image: str
     label: str
-    box: Box
+    box: tuple[float, ...]
     """In pixels."""
     what: str
     strength: float
@@ -271,7 +271,7 @@ def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect]:
     return sorted((each for each in found if each.strength), key=lambda each: (-each.strength, each.row))
 
 
-def _iou(one: Box, other: Box) -> float:
+def _iou(one: Sequence[float], other: Sequence[float]) -> float:
     return float(iou_matrix([one], [other])[0, 0])
 
 
@@ -312,7 +312,7 @@ def _always_added(row: int, versions: Sequence[RowEvaluation]) -> Iterator[Suspe
             yield Suspect(row, newest.file or newest.image, label, box, "false in all versions", strength)
 
 
-def _false(version: RowEvaluation, row: int) -> Iterator[tuple[str, Box]]:
+def _false(version: RowEvaluation, row: int) -> Iterator[tuple[str, tuple[float, ...]]]:
     objects, right = version.rows[row].objects, {prediction for prediction, _, _ in version.matched[row]}
     for index, found in enumerate(zip(objects.ref, objects.bbox, strict=True)):
         if index not in right:

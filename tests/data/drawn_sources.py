@@ -116,7 +116,12 @@ class Importer:
         monkeypatch.setattr(Console, "_environ", os.environ)
 
     def __call__(
-        self, kind: str, source: Path, *options: str, advice: Mapping[Rule, int] | None = None
+        self,
+        kind: str,
+        source: Path,
+        *options: str,
+        advice: Mapping[Rule, int] | None = None,
+        num_coordinates: int = 4,
     ) -> Imported:
         """``advice``: what the check has to say of the rows, which have no fault."""
         output = self.folder / "out" / "train.jsonl"
@@ -130,7 +135,7 @@ class Importer:
             "--force",
         ]
         assert import_command.main([*argv, *options]) == 0
-        findings = survey([output])
+        findings = survey([output], num_coordinates=num_coordinates)
         assert findings.num_faults == 0, findings.faults
         assert findings.counts == (advice or {})
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from real_model import rollout_of
 
-from swift_stage2.channel_b.dialects import OBJECT_LIST
+from swift_stage2.channel_b.dialects import OBJECT_LIST, POINT_LIST
 from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.data import recorded
@@ -24,6 +24,7 @@ from swift_stage2.data.recorded import (
     evaluations_directory,
     read_recorded,
     recorded_row,
+    scores_of,
 )
 from swift_stage2.records import (
     MatchQuality,
@@ -140,14 +141,16 @@ def test_a_row_that_failed_has_its_truth_and_no_answer() -> None:
     assert found.truth == LabelledBoxes(("car",), ((1.0, 2.0, 3.0, 4.0),))
 
 
-def test_points_have_no_boxes(picture: Path) -> None:
+def test_points_are_kept_and_have_no_scores_of_boxes(picture: Path) -> None:
     row = {"messages": [QUESTION], "images": [str(picture)], "objects": {"ref": ["car"], "bbox": [[20, 10]]}}
     truth = read_ground_truth(row, 2)
     match = ObjectMatch((("car", (500, 500)),), (("car", (100, 100)),), ((0, 0, 0.5),))
     found = ScoredRollout(Target("", (), (), MatchQuality(1, 1, 1, 0.5, 0, 0), match), (1000, 1000))
     answer = rollout_of(Sample(SampleKey(0, 0, 7), row, truth), "said", ()), found
     told = recorded_row(7, row, truth, answer)
-    assert (told.objects, told.truth) == (LabelledBoxes(), None)
+    assert told.objects == LabelledBoxes(("car",), ((100.0, 50.0),))
+    assert told.truth == LabelledBoxes(("car",), ((20.0, 10.0),))
+    assert scores_of([told], POINT_LIST) == {}
 
 
 # --- one evaluation ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.channel_b.sample_source import RowOrigins
 from swift_stage2.data.files import Rule, local_files
 from swift_stage2.data.picture import look_at
-from swift_stage2.data.survey import MOST_KEPT, survey
+from swift_stage2.data.survey import MOST_KEPT, main, survey
 from swift_stage2.errors import DatasetError
 
 NUM_GOOD = 12
@@ -270,6 +270,45 @@ def test_points_are_checked_as_points(
     findings = survey([file], num_coordinates=2)
     assert list(findings.counts) == ([rule] if rule else [])
     assert reason in "".join(fault.reason for fault in findings.faults)
+
+
+@pytest.mark.parametrize(
+    ("rows", "objects", "status", "told"),
+    [
+        ([[], [[9, 9]]], {}, 0, "dialect point_list"),
+        ([[], []], {}, 0, "no fault"),
+        (
+            [[[9, 9]], [[1, 2, 30, 20]]],
+            {},
+            1,
+            ":2: a point must be two numbers x, y, got bbox=[1, 2, 30, 20]",
+        ),
+        ([[[9, 9], [1, 2, 30, 20]]], {}, 1, ":1: a point must be two numbers x, y, got bbox=[1, 2, 30, 20]"),
+        ([[[1, 2, 30, 20]], [[9, 9]]], {}, 1, ":2: a box must be four numbers"),
+        ([[[9, 9]]], {"region": ["[8, 8, 10, 10]"]}, 0, "no fault"),
+        ([[[9, 9]]], {"region": ["[8, 8, 10, 8.9]"]}, 1, ":1: a point must lie in its objects.region"),
+        ([[[9, 9]]], {"region": ["[[1, 2]]"]}, 1, ":1: a mask must be"),
+        ([[[9, 9]]], {"region": []}, 1, ":1: objects.region must hold one text"),
+        ([[[9, 9]]], {"region": ["[8, 8, 10, 10]"] * 2}, 1, ":1: objects.region must hold one text"),
+    ],
+)
+def test_the_rows_tell_whether_they_are_points(
+    tmp_path: Path, image: str, rows: list[Any], objects: Any, status: int, told: str, capsys: Any
+) -> None:
+    of_boxes = any(len(places[0]) == 4 for places in rows[:1] if places)
+    one = (ANSWER if of_boxes else POINT_ANSWER)[1:-1]
+    written = [
+        make_row(
+            image,
+            answer=f"[{', '.join([one] * len(places))}]",
+            labels=["a"] * len(places),
+            boxes=places,
+            **objects,
+        )
+        for places in rows
+    ]
+    assert main(["check", str(write_rows(tmp_path / "rows.jsonl", written))]) == status
+    assert told in capsys.readouterr().out
 
 
 def test_an_answer_of_boxes_is_none_of_points(tmp_path: Path, image: str) -> None:

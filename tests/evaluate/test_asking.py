@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer, error
 from real_model import STAGE1, make_encoder, sample_of
 
-from swift_stage2.channel_b.dialects import OBJECT_LIST
+from swift_stage2.channel_b.dialects import OBJECT_LIST, POINT_LIST
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.cli import main
 from swift_stage2.data.prediction import (
@@ -85,7 +86,7 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     found = read_predictions(predictions, read_rows(rows_file))
     assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}
     num_boxes = sum(len(each.objects.bbox) for each in found if each)
-    assert f"{num_boxes / 2.5:.1f} boxes/s with --in-flight 64, http://" in capsys.readouterr().err
+    assert f"{num_boxes / 2.5:.1f} objects/s with --in-flight 64, http://" in capsys.readouterr().err
     facts = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
     assert facts["metrics"]["eval/recall"]["value"] > 0.1
     assert facts["metrics"]["eval/failed_ratio"]["value"] == 0.0
@@ -111,6 +112,13 @@ def test_boxes_become_pixels_and_the_server_is_asked_row_by_row(
     assert [each.image for each in found] == [row.image for row in true_rows]
     assert progress == sorted(progress)
     assert progress[-1] == 12
+
+
+def test_points_become_pixels(encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]) -> None:
+    text = json.dumps([{"point_2d": [14, 28], "label": "car"}])
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text)) as server:
+        found = ask_server(server.url, true_rows[:1], encoder, replace(QUESTIONS, dialect=POINT_LIST))
+    assert found[0].objects.bbox == (pytest.approx((14 * WIDTH / WIDE, 28 * HEIGHT / HIGH), abs=0.01),)
 
 
 @pytest.mark.parametrize(("status", "told"), [(400, "this image"), (504, "too late")])

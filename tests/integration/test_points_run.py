@@ -28,7 +28,11 @@ def pointed(row: dict[str, Any]) -> dict[str, Any]:
             {"role": "assistant", "content": f"[{listed}]"},
         ],
         "images": row["images"],
-        "objects": {"ref": labels, "bbox": [[(x1 + x2) / 2, (y1 + y2) / 2] for x1, y1, x2, y2 in boxes]},
+        "objects": {
+            "ref": labels,
+            "bbox": [[(x1 + x2) / 2, (y1 + y2) / 2] for x1, y1, x2, y2 in boxes],
+            "region": [json.dumps(box) for box in boxes],  # which ms-swift drops
+        },
     }
 
 
@@ -85,6 +89,16 @@ def test_matches_are_of_points(run: LearnerRun) -> None:
     assert all('"point_2d": [' in match["target"] for match in matches if match["truth"])
 
 
+def test_evaluate_takes_the_answers_of_an_evaluation_during_training(
+    run: LearnerRun, point_rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = sorted((run.directory / "evaluations").glob("*.jsonl"))[-1]
+    assert main(["evaluate", "--data", str(point_rows), "--predictions", str(newest), "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["metrics"]["eval/recall_inside"]["value"] < 1
+    assert facts["num_without_prediction"] == len(point_rows.read_text().splitlines()) - 4
+
+
 def test_the_ledger_balances_and_the_gallery_has_the_points(
     run: LearnerRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,7 +115,7 @@ def test_the_ledger_balances_and_the_gallery_has_the_points(
 def test_the_rows_have_no_fault_as_points_and_are_no_boxes(
     point_rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert data_check(["check", str(point_rows), "--task", "point"]) == 0
+    assert data_check(["check", str(point_rows)]) == 0
     assert "dialect point_list" in capsys.readouterr().out
-    assert data_check(["check", str(point_rows)]) == 1
+    assert data_check(["check", str(point_rows), "--task", "detection"]) == 1
     assert "a box must be four numbers" in capsys.readouterr().out
