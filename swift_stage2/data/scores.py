@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from scipy.sparse import csr_array
 from swift_stage2.channel_b.matching import assign, iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config import MatchingConfig
+from swift_stage2.data.calibration import ScoreBin, calibration_error, score_bins
 from swift_stage2.data.prediction import Prediction
 from swift_stage2.records import match_ratios
 
@@ -84,6 +85,8 @@ class DetectionData:
     classes: tuple[str, ...]
     truth: ObjectArrays
     predicted: ObjectArrays
+    has_scores: bool = False
+    """False if all that is predicted counts as 1."""
 
     def parts_by_number(self) -> Numbers:
         """Of every image, the number of its part in ``OBJECT_COUNTS``."""
@@ -106,7 +109,8 @@ def detection_data(truths: Sequence[TrueObjects], predictions: Sequence[Predicti
         sorted({label.strip() for side in (true, said) for labels, _, _ in side for label in labels})
     )
     numbers = {label: number for number, label in enumerate(classes)}
-    return DetectionData(len(truths), classes, _arrays(true, numbers), _arrays(said, numbers))
+    has_scores = any(each is not None and each.scores is not None for each in predictions)
+    return DetectionData(len(truths), classes, _arrays(true, numbers), _arrays(said, numbers), has_scores)
 
 
 def _arrays(side: _Side, numbers: Mapping[str, int]) -> ObjectArrays:
@@ -163,9 +167,26 @@ class DetectionScores:
         values |= {
             f"eval/{ours}": found[theirs] for theirs, ours in _COCO_NAMES.items() if found[theirs] >= 0
         }
+        if self.data.has_scores and (plain := self.ap_with(np.ones(len(self.data.predicted)))) is not None:
+            values["eval/ap_without_scores"] = plain
+        if self.calibration:
+            values["eval/ece"] = calibration_error(self.calibration)
         curves: Any = (self._coco.eval or {})["precision"][:, :, :, 0, -1]  # by threshold, recall and class
         precisions = zip(self.data.classes, curves.mean(axis=(0, 1)).tolist(), strict=True)
         return values | {f"class/{name}/ap": mean for name, mean in precisions if mean >= 0}
+
+    def ap_with(self, scores: Reals) -> float | None:
+        """AP if the predicted objects had these scores; None where no class has a true object."""
+        predicted = replace(self.data.predicted, scores=scores)
+        found = _coco_of(replace(self.data, predicted=predicted)).slice_by({})["_overall"]["AP"]
+        return found if found >= 0 else None
+
+    @cached_property
+    def calibration(self) -> list[ScoreBin]:
+        """The scores against what is matched at IoU 0.5; nothing without scores that can be probabilities."""
+        scores, right = self.data.predicted.scores, np.zeros(len(self.data.predicted), dtype=bool)
+        right[self._found[0]] = True
+        return score_bins(scores, right) if self.data.has_scores else []
 
     def errors(self) -> dict[str, dict[str, float]]:
         """TIDE's types at IoU 0.5: how many, and the AP50 that is lost by them."""
@@ -225,20 +246,7 @@ class DetectionScores:
 
     @cached_property
     def _coco(self) -> hotcoco.COCOeval:
-        """Numbers of images and classes from 1 on."""
-        data, predicted = self.data, self.data.predicted
-        gold = hotcoco.COCO.from_arrays(
-            [{"id": number + 1, "width": 1, "height": 1} for number in range(data.num_images)],
-            [{"id": number + 1, "name": name} for number, name in enumerate(data.classes)],
-            data.truth.images + 1,
-            data.truth.labels + 1,
-            _corner_and_size(data.truth),
-        )
-        columns = (predicted.images + 1, _corner_and_size(predicted), predicted.scores, predicted.labels + 1)
-        found = hotcoco.COCOeval(gold, gold.load_res(np.column_stack(columns)), "bbox")
-        found.evaluate()
-        found.accumulate()
-        return found
+        return _coco_of(self.data)
 
     def _totals(self) -> list[Counts]:
         return [
@@ -307,6 +315,23 @@ def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
         found += [begins[:, image] + pair for pair in pairs[0]]
         numbers += list(map(len, pairs))
     return matched, np.array(found, dtype=np.int64).reshape(-1, 2).T, numbers
+
+
+def _coco_of(data: DetectionData) -> hotcoco.COCOeval:
+    """Accumulated; numbers of images and classes from 1 on."""
+    predicted = data.predicted
+    gold = hotcoco.COCO.from_arrays(
+        [{"id": number + 1, "width": 1, "height": 1} for number in range(data.num_images)],
+        [{"id": number + 1, "name": name} for number, name in enumerate(data.classes)],
+        data.truth.images + 1,
+        data.truth.labels + 1,
+        _corner_and_size(data.truth),
+    )
+    columns = (predicted.images + 1, _corner_and_size(predicted), predicted.scores, predicted.labels + 1)
+    found = hotcoco.COCOeval(gold, gold.load_res(np.column_stack(columns)), "bbox")
+    found.evaluate()
+    found.accumulate()
+    return found
 
 
 def _aspects(boxes: Reals) -> Numbers:

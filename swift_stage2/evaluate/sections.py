@@ -15,16 +15,19 @@ from swift_stage2.report.content import (
     Sentence,
     Table,
     Tone,
+    filled,
     format_number,
     headline,
 )
-from swift_stage2.report.quality import COLOURS, picture_of
+from swift_stage2.report.quality import COLOURS, picture_of, whether_scores_help
 
 Values = Mapping[str, float]
 Intervals = Mapping[str, Bounds]
 
 MEANINGS = {
     "eval/ap": "COCO's AP, mean over IoU 0.5 to 0.95 and classes",
+    "eval/ap_without_scores": "the same if every object counts as 1",
+    "eval/ece": "expected calibration error: |score - share matched at IoU 0.5|, 10 bins",
     "eval/ap50": "AP at IoU 0.5",
     "eval/ap75": "AP at IoU 0.75",
     "eval/ap_small": "AP of objects below 32 x 32 pixels",
@@ -60,6 +63,7 @@ def evaluation_sections(
     remarks: Sequence[Sentence],
     gallery: Gallery,
     lost: Mapping[str, Mapping[str, int]],
+    ap_by_score: Mapping[str, float | None],
 ) -> tuple[Section, ...]:
     """The whole evaluation; ``points``, ``bounds`` and what is ``lost`` by name, ``remarks`` say how it was done."""
     errors = scores.errors()
@@ -93,10 +97,27 @@ def evaluation_sections(
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
         Section("scores", "Scores", (headline(large), *remarks, table)),
+        Section("calibration", "Scores of objects", filled(_about_scores(scores, points, ap_by_score))),
         Section("parts", "By class, number of objects and shape", tuple(parts)),
         Section("errors", "Errors by type", (Sentence(told), error_table, number_table, *lists)),
         Section("gallery", "Worst images", (gallery,)),
     )
+
+
+def _about_scores(
+    scores: DetectionScores, points: Values, ap_by_score: Mapping[str, float | None]
+) -> list[Part | None]:
+    ways = tuple((name, "–" if ap is None else f"{ap:.3f}") for name, ap in ap_by_score.items())
+    bins = tuple(
+        (f"{low:.1f} to {high:.1f}", format_number(objects), f"{confidence:.3f}", f"{matched:.3f}")
+        for low, high, objects, confidence, matched in scores.calibration
+    )
+    told = whether_scores_help(points)
+    return [
+        Sentence(told) if told else None,
+        Table("AP by score", ("score", "AP"), ways),
+        Table("Calibration", ("score", "objects", "mean score", "matched at IoU 0.5"), bins),
+    ]
 
 
 def comparison_sections(

@@ -110,6 +110,16 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     return Section("detection", "Detection over steps", (Sentence(told), table))
 
 
+def whether_scores_help(points: Mapping[str, float]) -> str:
+    """One sentence; empty without scores."""
+    if not {"eval/ap", "eval/ap_without_scores"} <= points.keys():
+        return ""
+    ap, plain = points["eval/ap"], points["eval/ap_without_scores"]
+    return (
+        f"Scores {'help' if ap > plain else 'do not help'}: AP is {ap:.3f} with and {plain:.3f} without them."
+    )
+
+
 RankMatch = tuple[int, Match]
 """A rank, and one rollout against its ground truth there."""
 
