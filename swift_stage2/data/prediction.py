@@ -69,9 +69,7 @@ class Prediction:
         num_boxes = len(self.objects.bbox)
         columns = [each for each in (self.objects.ref, self.scores, self.log_probs) if each is not None]
         if any(len(each) != num_boxes for each in columns):
-            return (
-                "every object needs one ref, one bbox and, where there are any, one score and one of log_probs"
-            )
+            return "every object needs one ref, one bbox and, where there are any, one score and one of log_probs"
         bad = next((box for box in self.objects.bbox if box[0] > box[2] or box[1] > box[3]), None)
         return f"a box must have x1 <= x2 and y1 <= y2, got bbox={list(bad)}" if bad else ""
 
