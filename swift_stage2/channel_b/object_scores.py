@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field, FiniteFloat
 
-from swift_stage2.channel_b.parsing import PredictedObject, Span
+from swift_stage2.channel_b.parsing import Span
 
 _DECIMALS = 5
 _UNKNOWN = "\ufffd"  # what tokenizers write for bytes that are no whole character
@@ -50,7 +50,7 @@ class ObjectLogProbs:
 
 
 def object_log_probs(
-    objects: Sequence[PredictedObject],
+    places: Sequence[Sequence[Span]],
     text: str,
     token_ids: Sequence[int],
     log_probs: Sequence[float] | None,
@@ -58,19 +58,20 @@ def object_log_probs(
 ) -> tuple[ObjectLogProbs, ...] | None:
     """Of every object of an answer ``text``; None where the server gave none for its tokens, or they spell another.
 
-    ``log_probs`` are one per token; ``decode`` spells tokens, special ones too. The end of turn may follow the text.
+    ``places`` are the objects' own, as ``PredictedObject`` has them; ``log_probs`` are one per token; ``decode`` spells
+    tokens, special ones too. The end of turn may follow the text.
     """
     if log_probs is None or len(log_probs) != len(token_ids) or not decode(token_ids).startswith(text):
         return None
     spans = token_spans(token_ids, decode)
 
-    def of(places: Sequence[Span]) -> tuple[float, ...]:
-        touched = (any(start < end and begin < stop for begin, end in places) for start, stop in spans)
+    def of(parts: Sequence[Span]) -> tuple[float, ...]:
+        touched = (any(start < end and begin < stop for begin, end in parts) for start, stop in spans)
         return tuple(
             round(value, _DECIMALS) for value, is_in in zip(log_probs, touched, strict=True) if is_in
         )
 
-    found = tuple(ObjectLogProbs(of(each.places[:1]), of(each.places[1:])) for each in objects)
+    found = tuple(ObjectLogProbs(of(each[:1]), of(each[1:])) for each in places)
     return found if all(each.label and each.box for each in found) else None
 
 

@@ -199,9 +199,8 @@ class _Asking:
             )
         self.questions.on_answer(question.row, prompt, completion.text)
         found, answer = parse_rollout(completion.text, self.questions.dialect).counted, completion
-        log_probs = object_log_probs(
-            found, answer.text, answer.token_ids, answer.log_probs, self.encoder.decode
-        )
+        places, decode = [each.places for each in found], self.encoder.decode
+        log_probs = object_log_probs(places, answer.text, answer.token_ids, answer.log_probs, decode)
         return Prediction(
             image=question.row.image,
             width=width,

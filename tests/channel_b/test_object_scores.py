@@ -69,7 +69,7 @@ def test_an_object_has_the_tokens_of_its_label_and_of_its_coordinates() -> None:
         return "".join(pieces[number] for number in numbers)
 
     text = "".join(pieces[:-1])
-    said, ids = parse_rollout(text).counted, range(len(pieces))
+    said, ids = [each.places for each in parse_rollout(text).counted], range(len(pieces))
     found = object_log_probs(said, text, ids, values, decode)
     assert found == (ObjectLogProbs((-6.0, -7.0), (-1.0, -2.0, -3.0, -4.0, -5.0)),)
     scores = {str(way): -math.log(found[0].score(way)) for way in ScoreWay}
