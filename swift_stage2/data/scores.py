@@ -22,7 +22,6 @@ from scipy.sparse import csr_array
 from swift_stage2.channel_b.matching import assign, iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config import MatchingConfig
-from swift_stage2.data.calibration import ScoreBin, calibration_error, score_bins
 from swift_stage2.data.prediction import Prediction
 from swift_stage2.records import match_ratios
 
@@ -58,6 +57,7 @@ _COCO_NAMES = {
 }
 _COSTS = MatchingConfig()
 _DRAWS_AT_ONCE = 50
+_NUM_SCORE_BINS = 10
 Numbers = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
@@ -138,6 +138,37 @@ class Bounds(NamedTuple):
     high: float
 
 
+class ScoreBin(NamedTuple):
+    """Objects with ``low <= score < high``; the last bin has those of 1, too."""
+
+    low: float
+    high: float
+    objects: int
+    confidence: float
+    """Their mean score."""
+    matched: float
+    """The share that is right."""
+
+
+def score_bins(scores: Reals, right: NDArray[np.bool_]) -> list[ScoreBin]:
+    """Bins of one width that hold objects; none at all if a score is no probability."""
+    if not ((scores >= 0) & (scores <= 1)).all():
+        return []
+    places = np.minimum((scores * _NUM_SCORE_BINS).astype(np.int64), _NUM_SCORE_BINS - 1)
+    bins = []
+    for place in np.unique(places).tolist():
+        own = places == place
+        bounds = place / _NUM_SCORE_BINS, (place + 1) / _NUM_SCORE_BINS
+        bins.append(ScoreBin(*bounds, int(own.sum()), float(scores[own].mean()), float(right[own].mean())))
+    return bins
+
+
+def calibration_error(bins: Sequence[ScoreBin]) -> float:
+    """ECE: how far confidence and the share that is right are apart, mean over objects. ``bins`` hold some."""
+    gaps = sum(each.objects * abs(each.confidence - each.matched) for each in bins)
+    return gaps / sum(each.objects for each in bins)
+
+
 class DetectionScores:
     """The metrics of ``data``; ``answers`` are shares of answers by name, as 0 or 1 per image."""
 
@@ -183,7 +214,10 @@ class DetectionScores:
 
     @cached_property
     def calibration(self) -> list[ScoreBin]:
-        """The scores against what is matched at IoU 0.5; nothing without scores that can be probabilities."""
+        """Of objects with a score of about p a share of about p should be right, matched at IoU 0.5.
+
+        Nothing without scores, or where one is no probability.
+        """
         scores, right = self.data.predicted.scores, np.zeros(len(self.data.predicted), dtype=bool)
         right[self._found[0]] = True
         return score_bins(scores, right) if self.data.has_scores else []

@@ -84,7 +84,9 @@ def evaluations_of(run: RunData) -> list[RowEvaluation]:
 
 def _has_boxes(row: RecordedRow) -> bool:
     """True if the row's truth and answer are boxes. Other tasks have none, and a damaged file may hold anything."""
-    return row.truth is not None and not row.fault() and not replace(row, objects=row.truth).fault()
+    if row.truth is None or row.fault():
+        return False
+    return not replace(row, objects=row.truth, scores=None, log_probs=None).fault()
 
 
 def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
