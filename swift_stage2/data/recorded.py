@@ -115,6 +115,12 @@ def _in_row_pixels(row: Mapping[str, Any], truth: TrueObjects, size: tuple[int, 
     return TrueObjects(truth.labels, tuple(boxes))
 
 
+def with_scores(rows: Sequence[RecordedRow]) -> list[RecordedRow]:
+    """The rows with scores of their objects, if log-probabilities give one of each."""
+    way = DEFAULT_WAY if log_probs_of(rows) else None
+    return [row.scored(way) for row in rows]
+
+
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
     """``SCORED`` by name, as `evaluate` computes them; absent where nothing was counted or the task has no boxes."""
     truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
@@ -169,8 +175,7 @@ class EvaluationKeeper:
         try:
             lines = (line for part in parts for line in part.splitlines())
             rows = sorted((_FORM.validate_json(line) for line in lines), key=lambda row: row.row)
-            way = DEFAULT_WAY if log_probs_of(rows) else None
-            rows = [row.scored(way) for row in rows]
+            rows = with_scores(rows)
             try:
                 self._write(evaluation, rows)
             except OSError as error:

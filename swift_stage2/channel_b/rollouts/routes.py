@@ -180,10 +180,15 @@ class RouteNow:
         self._route = route_to(base_url, chat_model, api_key=api_key)
 
     def generate(
-        self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        may_lack: Collection[str] = (),
     ) -> PostResult:
         """As ``InferRoute.generate``."""
-        return run(self._route.generate(requests, config, timeout_s=timeout_s))
+        return run(self._route.generate(requests, config, timeout_s=timeout_s, may_lack=may_lack))
 
 
 def route_to(base_url: str, chat_model: str | None, *, api_key: str | None) -> InferRoute:
