@@ -130,7 +130,7 @@ def test_scores_of_objects_reach_the_table(tmp_path: Path) -> None:
     assert (found["ap_by_score"], "calibration" in found) == ({"none": 0.25}, False)
     arm = scored_arms.ScoredArm(name="a", seed=0, score=scored_arms.scores_of(found))
     table = scored_arms.score_table("now", arm.score, [arm], {})
-    told = dict(zip(table.headings, table.rows[1], strict=True))
+    told = dict(zip(table.columns, table.rows[1], strict=True))
     assert (told["AP without scores"], told["ECE"]) == ("0.250", "0.125")
 
 
