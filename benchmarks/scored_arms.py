@@ -100,12 +100,12 @@ def correct(processes: Processes, rows: Path, checkpoint: Path, output: Path) ->
 
 
 def score(processes: Processes, rows: Path, checkpoint: Path, output: Path) -> dict[str, Any]:
-    """What ``evaluate`` finds, without classes and intervals."""
+    """What ``evaluate`` finds, without classes, intervals and calibration by score."""
     name = "-".join(("scores", *output.parts[-3:]))
     processes.run(name, evaluation_command(rows, checkpoint, output), deadline_s=_SCORE_DEADLINE_S)
     found: dict[str, Any] = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
     values = {name: round(metric["value"], 6) for name, metric in found.pop("metrics").items()}
-    kept = {name: each for name, each in found.items() if name not in ("data", "source")}
+    kept = {name: each for name, each in found.items() if name not in ("data", "source", "calibration")}
     return kept | {"metrics": {name: each for name, each in values.items() if not name.startswith("class/")}}
 
 

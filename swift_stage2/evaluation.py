@@ -22,7 +22,7 @@ from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.columns import COLUMNS
+from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.data.prediction import as_line
 from swift_stage2.data.recorded import EvaluationKeeper, Scored, evaluations_directory, recorded_row
@@ -106,7 +106,7 @@ class RankEvaluation:
         waiting = deque(range(len(self._keys)))
         counts = replace(self._nothing, num_wanted=len(waiting))
         greedy = replace(self.decoding, temperature=0.0)
-        settings = RequestSettings(greedy, columns=self._columns, only_version=version)
+        settings = RequestSettings(greedy, columns=self._columns, wished=(LOG_PROBS,), only_version=version)
         with self._lock:
             self._progress = _Progress(settings, waiting, counts)
 

@@ -226,6 +226,8 @@ class ObjectMatch:
     predicted: tuple[tuple[str, Coordinates], ...]
     truth: tuple[tuple[str, Coordinates], ...]
     pairs: tuple[tuple[int, int, float], ...]  # prediction, truth, IoU or closeness
+    places: tuple[tuple[tuple[int, int], ...], ...] = field(default=(), compare=False)
+    """Of each prediction in the rollout, as ``PredictedObject`` has them; none of tasks that do not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,7 @@ class DetectionTask(Task):
                 predicted=tuple((found.label, found.box) for found in parsed.counted),
                 truth=tuple(truth),
                 pairs=tuple((*pair, iou) for pair, iou in zip(scored.pairs, scored.ious, strict=True)),
+                places=tuple(found.places for found in parsed.counted),
             ),
         )
 

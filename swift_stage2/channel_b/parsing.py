@@ -13,8 +13,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from swift_stage2.channel_b.dialects import END_OF_TURN, OBJECT_LIST, Dialect, is_in_order
 from swift_stage2.errors import SampleError
@@ -36,6 +36,11 @@ _ANY_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _STRUCTURE = re.compile(_ANY_STRING + r'|[{}\[\],"]', re.DOTALL)
 _STRING_OR_TOKEN = re.compile(_ANY_STRING + r"|<\|coord_[0-9]++\|>", re.DOTALL)
 _OPENER_OF = {"}": "{", "]": "["}
+# Of an object that was read: text alone counts, without its quotes.
+_KEY_OR_VALUE = re.compile(
+    rf'"(?P<text>{_ANY_STRING[1:-1]})"|\[[^\]]*+\]|(?P<token><\|coord_[0-9]++\|>)', re.DOTALL
+)
+_COORDINATE = re.compile(r"<\|coord_[0-9]++\|>|[0-9]++")
 _ALONE = re.compile(r"\s*+(?:\x00|```\w*+\s*+\x00\s*+```)\s*+")  # the container is a zero
 
 
@@ -109,12 +114,18 @@ def _read_coordinates(box: Any, count: int) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 
+Span: TypeAlias = tuple[int, int]
+"""Characters ``start <= i < end`` of an answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class PredictedObject:
     """One object that the model named: a stripped label and x1, y1, x2, y2, or x, y, in the template's space."""
 
     label: str
     box: Coordinates
+    places: tuple[Span, ...] = field(default=(), compare=False, repr=False)
+    """Of the label's text, between its quotes, and of each coordinate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +216,7 @@ def _read_container(answer: str, start: int, dialect: Dialect) -> _Container:
             break
         outcome = _read_element(name, answer[begin:position], names, dialect)
         if isinstance(outcome, PredictedObject):
-            objects.append(outcome)
+            objects.append(replace(outcome, places=_places(answer, begin, position)))
         else:
             dropped[outcome] += 1
     end = len(answer) if position is None else position + 1
@@ -239,6 +250,14 @@ def _read_element(
     label = values.get(dialect.label_key)
     text = label.strip() if isinstance(label, str) else ""
     return PredictedObject(text, box) if text else ObjectDropReason.MISSING_LABEL
+
+
+def _places(answer: str, begin: int, end: int) -> tuple[Span, ...]:
+    """Of an element that was read: two keys, each before its value, of which one is flat and in brackets."""
+    _, one, _, other = _KEY_OR_VALUE.finditer(answer, begin, end)
+    label, box = (one, other) if one.lastgroup else (other, one)
+    coordinates = (found.span() for found in _COORDINATE.finditer(answer, *box.span()))
+    return (label.span(label.lastgroup or 0), *coordinates)
 
 
 def _read_box(coordinates: list[Any]) -> Coordinates | None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
+from swift_stage2.channel_b.object_scores import ObjectLogProbs, object_log_probs
 from swift_stage2.channel_b.task import TOTAL, Task, correct_by
 from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
 from swift_stage2.errors import MatchingError, SampleError
@@ -43,6 +44,8 @@ class ScoredRollout:
     space: tuple[int, int] | None
     target_reward: float | None = None
     """The reward of the corrected answer; None unless ``score`` was asked for it."""
+    log_probs: tuple[ObjectLogProbs, ...] | None = None
+    """Of each object that was predicted; None in a group, too."""
 
 
 def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Target:
@@ -205,13 +208,21 @@ class Preprocessor:
         require_same_prompt(rollout, prompt)
         target = make_target(rollout, prompt, self._encoder, self._task)
         if not with_target:
-            return ScoredRollout(target, prompt.space)
+            log_probs = None if in_group else self._object_log_probs(rollout, target)
+            return ScoredRollout(target, prompt.space, log_probs=log_probs)
         token_ids = rollout.token_ids[: rollout.last_turn] + target.token_ids
         turns = (*rollout.turns[:-1], (rollout.last_turn, len(token_ids))) if rollout.turns else ()
         answer = replace(rollout, text=target.text, token_ids=token_ids, turns=turns, truncated=False)
         said = replace(answer, **stand_ins(len(token_ids)))
         right = make_target(said, prompt, self._encoder, self._task)
         return ScoredRollout(target, prompt.space, right.quality.reward[TOTAL])
+
+    def _object_log_probs(self, rollout: Rollout, target: Target) -> tuple[ObjectLogProbs, ...] | None:
+        first, match = rollout.last_turn, target.match
+        if rollout.log_probs is None or match is None or len(match.places) != len(match.predicted):
+            return None
+        token_ids, log_probs = rollout.token_ids[first:], rollout.log_probs[first:]
+        return object_log_probs(match.places, rollout.text, token_ids, log_probs, self._encoder.decode)
 
     def _prompt_of(self, rollout: Rollout) -> PromptEncoding:
         """The last one is kept: rollouts of one row of the training data come one after another.

@@ -14,16 +14,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
+from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
-from swift_stage2.channel_b.preprocessing import make_segment
+from swift_stage2.channel_b.preprocessing import Preprocessor, ScoredRollout, make_segment
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.channel_b.rollouts.routes import RouteNow
 from swift_stage2.channel_b.task import Task, needed_columns
 from swift_stage2.checks.checks import CheckResult, failed, ok, warning
-from swift_stage2.columns import Column, given_by
+from swift_stage2.columns import LOG_PROBS, Column, given_by
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS, sustained
+from swift_stage2.data.recorded import recorded_row, scores_of, with_scores
 from swift_stage2.errors import SampleError, ServerFault
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_schedule import MOST_CADENCES
@@ -69,9 +71,8 @@ def check_call(
     rollout, size = config.rollout, config.rollout.max_inflight_per_server
     chosen = [samples[number % len(samples)] for number in range(size)]
     started = time.perf_counter()
-    result = infer(
-        route, encoder, chosen, rollout.decoding, rollout.request_timeout_s, needed_columns(config)
-    )
+    columns, timeout_s = needed_columns(config), rollout.request_timeout_s
+    result = infer(route, encoder, chosen, rollout.decoding, timeout_s, columns, wished=[LOG_PROBS])
     seconds = time.perf_counter() - started
     if result.end is PostEnd.TIMED_OUT:
         return failed(
@@ -105,7 +106,7 @@ def check_matching(
             f"no rollout can be trained: {refused[0]}", "mend what this names; every sample is quarantined"
         )
     channel_b = config.stage2_ab.channel_b
-    found = _describe(qualities, len(rollouts), task.similarity)
+    found = _describe(qualities, len(rollouts), task.similarity) + _told_ap(rollouts, encoder, task)
     truncated = sum(quality.num_truncated for quality in qualities) / len(qualities)
     if truncated > channel_b.max_truncated_ratio:
         return failed(
@@ -144,10 +145,13 @@ def infer(
     decoding: DecodingConfig,
     timeout_s: float,
     columns: Iterable[Column] = (),
+    wished: Iterable[Column] = (),
 ) -> PostResult:
-    """One ``/infer/`` call with the run's own requests."""
-    config = infer_wire.request_config(**asdict(decoding), seed=_SEED, columns=columns)
-    return route.generate([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
+    """One ``/infer/`` call with the run's own requests; answers may lack the columns ``wished`` for."""
+    needed = set(columns)
+    config = infer_wire.request_config(**asdict(decoding), seed=_SEED, columns=needed.union(wished))
+    requests, may_lack = [encoder.request(sample) for sample in samples], {*wished} - needed
+    return route.generate(requests, config, timeout_s=timeout_s, may_lack={each.name for each in may_lack})
 
 
 def _rollout(sample: Sample, completion: infer_wire.Completion) -> Rollout:
@@ -180,6 +184,20 @@ def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, similarity: 
         f"{num_rollouts} rollout(s): {predicted} objects parsed, {pairs} of {truths} in the ground truth matched"
         f"{mean}, objects dropped: {shown}"
     )
+
+
+def _told_ap(rollouts: Sequence[Rollout], encoder: Encoder, task: Task) -> str:
+    """AP as ``evaluate`` computes it, every rollout an image of its own; empty for a task without boxes."""
+    pairs = zip(rollouts, Preprocessor(encoder, task).score(rollouts), strict=True)
+    rows = [
+        recorded_row(number, rollout.sample.row, rollout.sample.truth, (rollout, scored))
+        for number, (rollout, scored) in enumerate(pairs)
+        if isinstance(scored, ScoredRollout)
+    ]
+    found = scores_of(with_scores(rows), OBJECT_LIST)
+    if "ap_without_scores" in found:
+        return f", AP {found['ap']:.3f} with scores and {found['ap_without_scores']:.3f} without"
+    return f", AP {found['ap']:.3f}" if "ap" in found else ""
 
 
 def check_prompts(

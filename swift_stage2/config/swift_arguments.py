@@ -184,7 +184,7 @@ COUNTED = ("precision", "recall", "f1", "mean_iou", "truncated_ratio")
 """Sums over ranks, which every rank knows when an evaluation ends. A task may have others of its own."""
 SCORED = (
     *("ap", "ap50", "ap75", "ar", "precision_50_95", "recall_50_95", "f1_50_95"),
-    *("invalid_ratio", "failed_ratio"),
+    *("invalid_ratio", "failed_ratio", "ap_without_scores", "ece"),
 )
 """Those that rank 0 computes beside training, where the task has boxes."""
 _KEY = "metric_for_best_model"

@@ -2,8 +2,9 @@
 
 A file of predictions holds one JSON object per line, and one line per row of the data: ``image`` as the row names it,
 ``width`` and ``height`` of the stored image, ``objects: {ref, bbox}`` with boxes x1, y1, x2, y2 or points x, y in its
-pixels; perhaps ``scores`` of the objects, ``answer`` (the model's text) and ``finish_reason``. Other keys are left
-alone. The n-th line that names an image answers the n-th row that does, so the order of different images is free.
+pixels; perhaps ``scores`` of the objects, ``log_probs`` of their tokens (``{label, box}`` each), ``answer`` (the
+model's text) and ``finish_reason``. Other keys are left alone. The n-th line that names an image answers the n-th row
+that does, so the order of different images is free.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from swift_stage2.channel_b.answer_templates import fill_placeholders, require_templates
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.matching import MAX_COORDINATE
+from swift_stage2.channel_b.object_scores import ObjectLogProbs, ScoreWay
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout, read_ground_truth
 from swift_stage2.data.files import read_lines
 from swift_stage2.data.picture import UNREADABLE, images_of, look_at, path_of
@@ -55,20 +57,34 @@ class Prediction:
     height: _Side
     objects: LabelledBoxes
     scores: tuple[FiniteFloat, ...] | None = None
+    log_probs: tuple[ObjectLogProbs, ...] | None = None
     answer: str | None = None
     finish_reason: str | None = None
 
     def fault(self, num_coordinates: int = 4) -> str:
         """The first rule that it breaks, or nothing; every object has so many numbers."""
         num_boxes = len(self.objects.bbox)
-        num_scores = num_boxes if self.scores is None else len(self.scores)
-        if not len(self.objects.ref) == num_boxes == num_scores:
-            return "every object needs one ref, one bbox and, where there are scores, one score"
+        columns = [each for each in (self.objects.ref, self.scores, self.log_probs) if each is not None]
+        if any(len(each) != num_boxes for each in columns):
+            return "every object needs one ref, one bbox and, where there are any, one score and one of log_probs"
         if odd := [place for place in self.objects.bbox if len(place) != num_coordinates]:
             what = "points of two numbers" if num_coordinates == 2 else "boxes of four numbers"
             return f"objects.bbox must hold {what}, as the data does, got bbox={list(odd[0])}"
         bad = next((box for box in self.objects.bbox if box[0] > box[-2] or box[1] > box[-1]), None)
         return f"a box must have x1 <= x2 and y1 <= y2, got bbox={list(bad)}" if bad else ""
+
+    def scored(self, way: ScoreWay | None) -> Self:
+        """With the scores that its log-probabilities give; None: without scores."""
+        found = self.log_probs or ()
+        return replace(self, scores=None if way is None else tuple(each.score(way) for each in found))
+
+
+def log_probs_of(predictions: Sequence[Prediction | None]) -> list[ObjectLogProbs] | None:
+    """Of all objects, in their order; None if some have none."""
+    found = [each for each in predictions if each is not None and each.objects.bbox]
+    if any(each.log_probs is None for each in found):
+        return None
+    return [one for each in found for one in each.log_probs or ()]
 
 
 def in_pixels(

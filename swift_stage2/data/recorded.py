@@ -2,7 +2,7 @@
 
 A line is one of a file of predictions, with ``row`` (its number in the validation set), ``file`` (the image's absolute
 path), ``truth`` in the same pixels, ``failure`` of a row that was given up, and the evaluation's ``due_step``, ``step``
-(at which it began) and ``version``.
+(at which it began) and ``version``. Objects have scores where servers gave log-probabilities for every answer.
 Rank 0 writes a file whole, beside training, once all ranks have ended; the event log says which evaluations count.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.object_scores import DEFAULT_WAY
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config.swift_arguments import SCORED
 from swift_stage2.data.picture import UNREADABLE, images_of, look_at, path_of
@@ -31,6 +32,7 @@ from swift_stage2.data.prediction import (
     as_line,
     as_text,
     in_pixels,
+    log_probs_of,
 )
 from swift_stage2.data.scores import DetectionScores, detection_data
 from swift_stage2.records import Rollout, image_paths
@@ -94,6 +96,7 @@ def recorded_row(
         width=size[0],
         height=size[1],
         objects=found,
+        log_probs=judged.log_probs if judged and match else None,
         answer=as_text(answer[0].text) if answer else None,
         finish_reason=(TRUNCATED if answer[0].truncated else "stop") if answer else FAILED,
         row=number,
@@ -108,6 +111,12 @@ def _in_row_pixels(row: Mapping[str, Any], truth: TrueObjects, size: tuple[int, 
     factors = size if is_share else (1, 1)
     boxes = (tuple(value * factors[axis % 2] for axis, value in enumerate(box)) for box in truth.boxes)
     return TrueObjects(truth.labels, tuple(boxes))
+
+
+def with_scores(rows: Sequence[RecordedRow]) -> list[RecordedRow]:
+    """The rows with scores of their objects, if log-probabilities give one of each."""
+    way = DEFAULT_WAY if log_probs_of(rows) else None
+    return [row.scored(way) for row in rows]
 
 
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
@@ -165,6 +174,7 @@ class EvaluationKeeper:
         try:
             lines = (line for part in parts for line in part.splitlines())
             rows = sorted((_FORM.validate_json(line) for line in lines), key=lambda row: row.row)
+            rows = with_scores(rows)
             try:
                 self._write(evaluation, rows)
             except OSError as error:

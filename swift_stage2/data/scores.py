@@ -9,9 +9,9 @@ with ``same_label`` and its default costs). Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import hotcoco
 import numpy as np
@@ -54,6 +54,7 @@ _COCO_NAMES = {
     "ARl": "ar_large",
 }
 _COSTS = MatchingConfig()
+_NUM_SCORE_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class DetectionData:
     classes: tuple[str, ...]
     truth: ObjectArrays
     predicted: ObjectArrays
+    has_scores: bool = False
+    """False if all that is predicted counts as 1."""
 
     def parts_by_number(self) -> Numbers:
         """Of every image, the number of its part in ``OBJECT_COUNTS``."""
@@ -117,8 +120,9 @@ def detection_data(
         sorted({label.strip() for side in (true, said) for labels, _, _ in side for label in labels})
     )
     numbers = {label: number for number, label in enumerate(classes)}
-    arrays = (_arrays(side, numbers, num_coordinates) for side in (true, said))
-    return DetectionData(len(truths), classes, *arrays)
+    there, predicted = (_arrays(side, numbers, num_coordinates) for side in (true, said))
+    has_scores = any(each is not None and each.scores is not None for each in predictions)
+    return DetectionData(len(truths), classes, there, predicted, has_scores)
 
 
 def _arrays(side: _Side, numbers: Mapping[str, int], num_coordinates: int) -> ObjectArrays:
@@ -131,6 +135,37 @@ def _arrays(side: _Side, numbers: Mapping[str, int], num_coordinates: int) -> Ob
         ),
         np.array([score for scores in weights for score in scores], dtype=np.float64),
     )
+
+
+class ScoreBin(NamedTuple):
+    """Objects with ``low <= score < high``; the last bin has those of 1, too."""
+
+    low: float
+    high: float
+    objects: int
+    confidence: float
+    """Their mean score."""
+    matched: float
+    """The share that is right."""
+
+
+def score_bins(scores: Reals, right: NDArray[np.bool_]) -> list[ScoreBin]:
+    """Bins of one width that hold objects; none at all if a score is no probability."""
+    if not ((scores >= 0) & (scores <= 1)).all():
+        return []
+    places = np.minimum((scores * _NUM_SCORE_BINS).astype(np.int64), _NUM_SCORE_BINS - 1)
+    bins = []
+    for place in np.unique(places).tolist():
+        own = places == place
+        bounds = place / _NUM_SCORE_BINS, (place + 1) / _NUM_SCORE_BINS
+        bins.append(ScoreBin(*bounds, int(own.sum()), float(scores[own].mean()), float(right[own].mean())))
+    return bins
+
+
+def calibration_error(bins: Sequence[ScoreBin]) -> float:
+    """ECE: how far confidence and the share that is right are apart, mean over objects. ``bins`` hold some."""
+    gaps = sum(each.objects * abs(each.confidence - each.matched) for each in bins)
+    return gaps / sum(each.objects for each in bins)
 
 
 class DetectionScores(CountedScores):
@@ -165,9 +200,29 @@ class DetectionScores(CountedScores):
         values |= {
             f"eval/{ours}": found[theirs] for theirs, ours in _COCO_NAMES.items() if found[theirs] >= 0
         }
+        if self.data.has_scores and (plain := self.ap_with(np.ones(len(self.data.predicted)))) is not None:
+            values["eval/ap_without_scores"] = plain
+        if self.calibration:
+            values["eval/ece"] = calibration_error(self.calibration)
         curves: Any = (self._coco.eval or {})["precision"][:, :, :, 0, -1]  # by threshold, recall and class
         precisions = zip(self.data.classes, curves.mean(axis=(0, 1)).tolist(), strict=True)
         return values | {f"class/{name}/ap": mean for name, mean in precisions if mean >= 0}
+
+    def ap_with(self, scores: Reals) -> float | None:
+        """AP if the predicted objects had these scores; None where no class has a true object."""
+        predicted = replace(self.data.predicted, scores=scores)
+        found = _coco_of(replace(self.data, predicted=predicted)).slice_by({})["_overall"]["AP"]
+        return found if found >= 0 else None
+
+    @cached_property
+    def calibration(self) -> list[ScoreBin]:
+        """Of objects with a score of about p a share of about p should be right, matched at IoU 0.5.
+
+        Nothing without scores, or where one is no probability.
+        """
+        scores, right = self.data.predicted.scores, np.zeros(len(self.data.predicted), dtype=bool)
+        right[self._found[0]] = True
+        return score_bins(scores, right) if self.data.has_scores else []
 
     def errors(self) -> dict[str, dict[str, float]]:
         """TIDE's types at IoU 0.5: how many, and the AP50 that is lost by them."""
@@ -189,20 +244,7 @@ class DetectionScores(CountedScores):
 
     @cached_property
     def _coco(self) -> hotcoco.COCOeval:
-        """Numbers of images and classes from 1 on."""
-        data, predicted = self.data, self.data.predicted
-        gold = hotcoco.COCO.from_arrays(
-            [{"id": number + 1, "width": 1, "height": 1} for number in range(data.num_images)],
-            [{"id": number + 1, "name": name} for number, name in enumerate(data.classes)],
-            data.truth.images + 1,
-            data.truth.labels + 1,
-            _corner_and_size(data.truth),
-        )
-        columns = (predicted.images + 1, _corner_and_size(predicted), predicted.scores, predicted.labels + 1)
-        found = hotcoco.COCOeval(gold, gold.load_res(np.column_stack(columns)), "bbox")
-        found.evaluate()
-        found.accumulate()
-        return found
+        return _coco_of(self.data)
 
     def _kinds(self) -> dict[str, Kind]:
         predicted, true = self.data.predicted, self.data.truth
@@ -234,6 +276,23 @@ def match_images(data: DetectionData) -> tuple[list[Pairs], Numbers, Numbers]:
         found += [begins[:, image] + pair for pair in pairs[0]]
         numbers += list(map(len, pairs))
     return matched, np.array(found, dtype=np.int64).reshape(-1, 2).T, numbers
+
+
+def _coco_of(data: DetectionData) -> hotcoco.COCOeval:
+    """Accumulated; numbers of images and classes from 1 on."""
+    predicted = data.predicted
+    gold = hotcoco.COCO.from_arrays(
+        [{"id": number + 1, "width": 1, "height": 1} for number in range(data.num_images)],
+        [{"id": number + 1, "name": name} for number, name in enumerate(data.classes)],
+        data.truth.images + 1,
+        data.truth.labels + 1,
+        _corner_and_size(data.truth),
+    )
+    columns = (predicted.images + 1, _corner_and_size(predicted), predicted.scores, predicted.labels + 1)
+    found = hotcoco.COCOeval(gold, gold.load_res(np.column_stack(columns)), "bbox")
+    found.evaluate()
+    found.accumulate()
+    return found
 
 
 def _aspects(boxes: Reals) -> Numbers:

@@ -1,7 +1,8 @@
 """Asks a running server for answers to all rows, and turns its boxes into pixels of the stored images.
 
 The model's own template says what the prompt is and what boxes are measured in. A server that reads another prompt is
-refused: it would resize images in another way, and every box would be off. A row that the server refuses or that the
+refused: it would resize images in another way, and every box would be off. Log-probabilities are asked for, and an
+answer without them, or of several turns, gives no scores. A row that the server refuses or that the
 template cannot take is told and counted; a server that is lost ends the command. Every call has its deadline.
 """
 
@@ -19,9 +20,11 @@ from typing import Any
 
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
+from swift_stage2.channel_b.object_scores import object_log_probs
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.channel_b.rollouts.routes import InferRoute, route_to
+from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.data.picture import UNREADABLE, look_at
 from swift_stage2.data.prediction import FAILED, LabelledBoxes, Prediction, TrueRow, in_pixels
@@ -159,10 +162,12 @@ class _Asking:
         """A server without room is asked again until the call's time is over."""
         asked = self.questions
         decoding = DecodingConfig(temperature=asked.temperature, max_new_tokens=asked.max_new_tokens)
-        config = infer_wire.request_config(**asdict(decoding), seed=_SEED)
+        config = infer_wire.request_config(**asdict(decoding), seed=_SEED, columns=[LOG_PROBS])
         deadline = Deadline(asked.timeout_s)
         while True:
-            result = await route.generate([question.request], config, timeout_s=deadline.remaining_s())
+            result = await route.generate(
+                [question.request], config, timeout_s=deadline.remaining_s(), may_lack=[LOG_PROBS.name]
+            )
             if result.end is not PostEnd.BUSY or deadline.expired:
                 return result
             await asyncio.sleep(_BUSY_PAUSE_S)
@@ -193,7 +198,9 @@ class _Asking:
                 remedy="give both sides one model, template and pixel limits (MAX_PIXELS, --swift max_pixels=N)",
             )
         self.questions.on_answer(question.row, prompt, completion.text)
-        found = parse_rollout(completion.text, self.questions.dialect).counted
+        found, answer = parse_rollout(completion.text, self.questions.dialect).counted, completion
+        places, decode = [each.places for each in found], self.encoder.decode
+        log_probs = object_log_probs(places, answer.text, answer.token_ids, answer.log_probs, decode)
         return Prediction(
             image=question.row.image,
             width=width,
@@ -201,6 +208,7 @@ class _Asking:
             objects=in_pixels(
                 [(each.label, each.box) for each in found], prompt.space or question.size, question.size
             ),
+            log_probs=log_probs,
             answer=completion.text,
             finish_reason=completion.finish_reason,
         )

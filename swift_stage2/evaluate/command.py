@@ -13,6 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from swift_stage2.channel_b.object_scores import DEFAULT_WAY, ScoreWay
 from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
@@ -28,6 +31,7 @@ from swift_stage2.data.prediction import (
     answer_flags,
     check_folder,
     coordinates_of_rows,
+    log_probs_of,
     lost_objects,
     read_predictions,
     read_rows,
@@ -46,6 +50,7 @@ EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"
 _FOLDER = Path("evaluation")
 _NUM_DRAWS = 1000
+_NO_SCORE = "none"
 _MISSING = "{:,} images have no prediction and count as empty answers."
 
 
@@ -75,18 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
-    predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
+    predictions = _ask(rows, options) if _asks(options) else _read(options.predictions, rows, options)
     scores, num_missing = _score(rows, predictions, options.radius), _num_missing(predictions)
     points, bounds = _points(scores), scores.intervals(_NUM_DRAWS)
     gallery = worst_images(rows, predictions, scores)
-    has_scores = any(each and each.scores is not None for each in predictions)
-    how = (
-        "scores as given"
-        if has_scores
-        else "no scores: all count as 1, and COCO's AP takes them as they stand"
-    )
+    how = f"scores by {options.score}" if options.score else "scores as given"
     if isinstance(scores, PointScores):
         how = _how_far(scores, options.radius)
+    elif not scores.data.has_scores:
+        how = "no scores: all count as 1, and COCO's AP takes them as they stand"
+        if _asks(options) and options.score != _NO_SCORE:
+            how += "; the server gave no log-probabilities of tokens that spell every answer"
     remarks = [Sentence(f"{len(rows):,} images; {how}. Intervals: {_NUM_DRAWS:,} draws of as many images.")]
     if num_missing:
         remarks.append(Sentence(_MISSING.format(num_missing), Tone.BAD))
@@ -97,13 +101,53 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "lost": lost,
     }
+    by_score = dict[str, float | None]()
     if not isinstance(scores, PointScores):
-        facts |= {"errors": scores.errors(), "errors_by_number": scores.errors_by_number()}
-    return facts, evaluation_sections(scores, points, bounds, remarks, gallery, lost), num_missing
+        by_score = _ap_by_score(scores, predictions)
+        facts |= {
+            "ap_by_score": by_score,
+            "calibration": [each._asdict() for each in scores.calibration],
+            "errors": scores.errors(),
+            "errors_by_number": scores.errors_by_number(),
+        }
+    sections = evaluation_sections(scores, points, bounds, remarks, gallery, lost, by_score)
+    return facts, sections, num_missing
+
+
+def _ap_by_score(
+    scores: DetectionScores, predictions: Sequence[Prediction | None]
+) -> dict[str, float | None]:
+    """AP by the way of making scores; nothing where log-probabilities do not tell."""
+    if not (log_probs := log_probs_of(predictions)):
+        return {}
+    by_way = {str(way): [each.score(way) for each in log_probs] for way in ScoreWay}
+    tried = {**by_way, _NO_SCORE: [1.0] * len(log_probs)}
+    return {name: scores.ap_with(np.array(values)) for name, values in tried.items()}
+
+
+def _read(path: Path, rows: Sequence[TrueRow], options: argparse.Namespace) -> list[Prediction | None]:
+    """Raises UserError: they have no log-probabilities for the scores that are asked for."""
+    found = read_predictions(path, rows)
+    if options.score is None:
+        return found
+    if options.score != _NO_SCORE and log_probs_of(found) is None:
+        raise UserError(
+            "--score needs log_probs in every line",
+            got=f"{path} without",
+            remedy=f"leave it out or write {_NO_SCORE}, or ask the model again",
+        )
+    way = _way(found, options)
+    return [each and each.scored(way) for each in found]
+
+
+def _way(predictions: Sequence[Prediction | None], options: argparse.Namespace) -> ScoreWay | None:
+    """The way that is asked for; None for no scores, also where log-probabilities do not give them."""
+    given = options.score != _NO_SCORE and log_probs_of(predictions) is not None
+    return ScoreWay(options.score) if given else None
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
-    both = [read_predictions(path, rows) for path in options.compare]
+    both = [_read(path, rows, options) for path in options.compare]
     first, second = (_score(rows, each, options.radius) for each in both)
     bounds = second.intervals(_NUM_DRAWS, minus=first)
     before, after = _points(first), _points(second)
@@ -158,6 +202,8 @@ def _bounds(bounds: Mapping[str, Bounds], name: str) -> dict[str, float]:
 def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Prediction]:
     path = (options.output or _FOLDER) / PREDICTIONS_FILE
     found = ask(rows, options, path.parent)
+    way = _way(found, options)
+    found = [each.scored(way) for each in found]
     write_predictions(path, found)
     say(f"predictions: {path}", is_error=True)
     return found
@@ -251,8 +297,12 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--radius", type=real_number("a number above 0"), metavar="PIXELS", help=radius_help)
     json_help = "print JSON; page and evaluation.json are then written only with --output"
     add("--json", action="store_true", help=json_help)
+    score_help = f"how objects are scored (default: as files have it; of answers {DEFAULT_WAY})"
+    add("--score", choices=[*map(str, ScoreWay), _NO_SCORE], help=score_help)
     add_asking_options(parser)
     options = parser.parse_args(argv)
+    if _asks(options) and options.score is None:
+        options.score = str(DEFAULT_WAY)
     if not (options.predictions or options.compare or options.model or options.server):
         parser.error("one of --model, --server, --predictions and --compare is required")
     if options.engine and not (_asks(options) and not options.server):

@@ -17,16 +17,19 @@ from swift_stage2.report.content import (
     Sentence,
     Table,
     Tone,
+    filled,
     format_number,
     headline,
 )
-from swift_stage2.report.quality import COLOURS, picture_of
+from swift_stage2.report.quality import COLOURS, picture_of, whether_scores_help
 
 Values = Mapping[str, float]
 Intervals = Mapping[str, Bounds]
 
 MEANINGS = {
     "eval/ap": "COCO's AP, mean over IoU 0.5 to 0.95 and classes",
+    "eval/ap_without_scores": "the same if every object counts as 1",
+    "eval/ece": "expected calibration error: |score - share matched at IoU 0.5|, 10 bins",
     "eval/ap50": "AP at IoU 0.5",
     "eval/ap75": "AP at IoU 0.75",
     "eval/ap_small": "AP of objects below 32 x 32 pixels",
@@ -69,6 +72,7 @@ def evaluation_sections(
     remarks: Sequence[Sentence],
     gallery: Gallery,
     lost: Mapping[str, Mapping[str, int]],
+    ap_by_score: Mapping[str, float | None],
 ) -> tuple[Section, ...]:
     """The whole evaluation; ``points``, ``bounds`` and what is ``lost`` by name, ``remarks`` say how it was done."""
     has_points = isinstance(scores, PointScores)
@@ -93,8 +97,10 @@ def evaluation_sections(
     if lost:
         errors.append(Table("What answers lost", ("reason", "objects", "answers"), losses))
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
+    about_scores = () if isinstance(scores, PointScores) else _about_scores(scores, points, ap_by_score)
     return (
         Section("scores", "Scores", (headline(large), *remarks, table)),
+        *([Section("calibration", "Scores of objects", about_scores)] if about_scores else []),
         Section(
             "parts", "By class and number of objects" + ("" if has_points else " and shape"), tuple(parts)
         ),
@@ -120,6 +126,20 @@ def _errors(scores: DetectionScores) -> list[Part]:
         Table("", ("error", "number", "lost AP50", "TIDE's name"), kinds),
         Table(_KINDS["objects"], ("objects", "images", *ERRORS), by_number),
     ]
+
+
+def _about_scores(
+    scores: DetectionScores, points: Values, ap_by_score: Mapping[str, float | None]
+) -> tuple[Part, ...]:
+    ways = tuple((name, "–" if ap is None else f"{ap:.3f}") for name, ap in ap_by_score.items())
+    bins = tuple(
+        (f"{low:.1f} to {high:.1f}", format_number(objects), f"{confidence:.3f}", f"{matched:.3f}")
+        for low, high, objects, confidence, matched in scores.calibration
+    )
+    told = whether_scores_help(points)
+    by_way = Table("AP by score", ("score", "AP"), ways)
+    by_bin = Table("Calibration", ("score", "objects", "mean score", "matched at IoU 0.5"), bins)
+    return filled([Sentence(told) if told else None, by_way, by_bin])
 
 
 def comparison_sections(

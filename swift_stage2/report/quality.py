@@ -41,6 +41,7 @@ from swift_stage2.telemetry.summary import RunSummary
 
 _MOST_SHOWN = 30
 _MEASURES = {"eval/ap50": "AP50", "eval/ap": "AP", "eval/f1": "F1"}
+_OF_SCORES = {"eval/ap_without_scores": "AP without scores", "eval/ece": "ECE"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def evaluations_of(run: RunData) -> list[RowEvaluation]:
 
 def _has_boxes(row: RecordedRow) -> bool:
     """True if the row's truth and answer are boxes. Other tasks have none, and a damaged file may hold anything."""
-    return row.truth is not None and not row.fault() and not replace(row, objects=row.truth).fault()
+    if row.truth is None or row.fault():
+        return False
+    return not replace(row, objects=row.truth, scores=None, log_probs=None).fault()
 
 
 def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
@@ -95,19 +98,31 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
         f"The last {len(shown)} of {len(evaluations)} evaluations. " if len(shown) < len(evaluations) else ""
     )
     told = (
-        f"{some}Labels must be equal and the IoU at least 0.5, without scores, as in swift-stage2 evaluate, which also "
-        "tells intervals, classes and types of errors."
-    )
+        f"{some}Labels must be equal and the IoU at least 0.5, as in swift-stage2 evaluate, which also tells "
+        f"intervals, classes and types of errors. {whether_scores_help(points[-1])}"
+    ).strip()
+    have_scores = any(name in values for name in _OF_SCORES for values in points)
+    measures = _MEASURES | (_OF_SCORES if have_scores else {})
     rows = tuple(
         (
             format_number(each.step),
             format_number(len(each.rows)),
-            *(f"{values[name]:.3f}" if name in values else "–" for name in _MEASURES),
+            *(f"{values[name]:.3f}" if name in values else "–" for name in measures),
         )
         for each, values in zip(shown, points, strict=True)
     )
-    table = Table("", ("step", "rows", *_MEASURES.values()), rows)
+    table = Table("", ("step", "rows", *measures.values()), rows)
     return Section("detection", "Detection over steps", (Sentence(told), table))
+
+
+def whether_scores_help(points: Mapping[str, float]) -> str:
+    """One sentence; empty without scores."""
+    if not {"eval/ap", "eval/ap_without_scores"} <= points.keys():
+        return ""
+    ap, plain = points["eval/ap"], points["eval/ap_without_scores"]
+    return (
+        f"Scores {'help' if ap > plain else 'do not help'}: AP is {ap:.3f} with and {plain:.3f} without them."
+    )
 
 
 RankMatch = tuple[int, Match]

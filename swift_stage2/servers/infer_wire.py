@@ -157,6 +157,9 @@ def _log_probs(said: Any) -> Any:
     return tuple(token.get("logprob") for token in tokens)
 
 
+LogProbs: TypeAlias = Annotated[Many[_LogProb] | None, BeforeValidator(_log_probs)]
+
+
 def _of_whole(reason: str | None) -> str | None:
     if reason not in (None, "stop", "length"):
         raise ValueError("must be of a whole answer")
@@ -189,9 +192,7 @@ class Completion(Message):
         Many[tuple[Int, Int]], BeforeValidator(lambda sizes: () if sizes is None else sizes)
     ] = Field(default=(), validation_alias=AliasPath(*_RESPONSE, "images_size"))
     """(width, height) of each image as the model saw it."""
-    log_probs: Annotated[Many[_LogProb] | None, BeforeValidator(_log_probs)] = Field(
-        default=None, validation_alias=AliasPath(*_CHOICE, "logprobs")
-    )
+    log_probs: LogProbs = Field(default=None, validation_alias=AliasPath(*_CHOICE, "logprobs"))
     """One per token; 0 of what the environment said."""
     weight_version: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "weight_version"))
     """The newest. Stamped by our server, as is the rest; ``seed`` by a merger that shared a POST among callers."""

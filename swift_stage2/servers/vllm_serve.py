@@ -19,7 +19,7 @@ from pydantic import AliasPath, Field
 from pydantic.dataclasses import dataclass as message
 
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.servers.infer_wire import Completion, LogProbs
 from swift_stage2.wire import OPEN, Int, Many, Message, ServerInfo, Sums, Text, member
 
 if TYPE_CHECKING:
@@ -157,6 +157,8 @@ class ChatReply(Message):
     finish_reason: Text | None = Field(
         default=None, validation_alias=AliasPath("choices", 0, "finish_reason")
     )
+    log_probs: LogProbs = Field(default=None, validation_alias=AliasPath("choices", 0, "logprobs"))
+    """Of the model, not of what its answer was drawn from."""
 
 
 def chat_body(
@@ -185,7 +187,8 @@ def parse_chat_reply(data: Any, request_id: str) -> Completion:
         raise ProtocolError(
             f"an answer must be of its request, got id={reply.id[:80]!r} for request_id={request_id}"
         )
-    return Completion(reply.content or "", reply.token_ids, reply.prompt_token_ids, reply.finish_reason)
+    content, prompt, end = reply.content or "", reply.prompt_token_ids, reply.finish_reason
+    return Completion(content, reply.token_ids, prompt, end, log_probs=reply.log_probs)
 
 
 def stamped(completion: Completion, said: str) -> Completion:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import learning, turns
+from benchmarks import learning, scored_arms, turns
 from benchmarks.plugins.lagging import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
 from benchmarks.servers import write_job
 from benchmarks.staleness import plan_arms
@@ -109,6 +109,29 @@ def test_arms_are_trained_in_pieces_and_a_score_that_is_there_is_not_measured_ag
         ("before", "0.500"),
         ("a", "0.500"),
     ]
+
+
+def test_scores_of_objects_reach_the_table(tmp_path: Path) -> None:
+    def run(name: str, words: tuple[str, ...], deadline_s: float) -> None:
+        metrics = {
+            "eval/f1": {"value": 0.5},
+            "eval/ap_without_scores": {"value": 0.25},
+            "eval/ece": {"value": 0.125},
+        }
+        facts = {
+            "num_images": 4,
+            "errors": {"Dupe": {"count": 2}},
+            "ap_by_score": {"none": 0.25},
+            "calibration": [],
+        }
+        (tmp_path / "evaluation.json").write_text(json.dumps({"metrics": metrics, **facts}))
+
+    found = scored_arms.score(argparse.Namespace(run=run), tmp_path, STAGE1, tmp_path)  # type: ignore[arg-type]
+    assert (found["ap_by_score"], "calibration" in found) == ({"none": 0.25}, False)
+    arm = scored_arms.ScoredArm(name="a", seed=0, score=scored_arms.scores_of(found))
+    table = scored_arms.score_table("now", arm.score, [arm], {})
+    told = dict(zip(table.columns, table.rows[1], strict=True))
+    assert (told["AP without scores"], told["ECE"]) == ("0.250", "0.125")
 
 
 @dataclass

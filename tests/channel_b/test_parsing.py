@@ -215,7 +215,11 @@ def test_a_bad_element_is_dropped_alone_with_its_first_reason(element: str, reas
 )
 def test_coordinates(box: str, expected: tuple[int, int, int, int] | None) -> None:
     objects = () if expected is None else (PredictedObject("a", expected),)
-    check(f'[{{"bbox_2d": [{box}], "label": "a"}}]', objects, {} if objects else {"invalid_box": 1}, False)
+    text = f'[{{"bbox_2d": [{box}], "label": "a"}}]'
+    check(text, objects, {} if objects else {"invalid_box": 1}, False)
+    for found in parse_rollout(text).objects:
+        told = [text[start:end].removeprefix("<|coord_") for start, end in found.places[1:]]
+        assert tuple(int(each.removesuffix("|>")) for each in told) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,6 +238,8 @@ def test_coordinates(box: str, expected: tuple[int, int, int, int] | None) -> No
 def test_labels_are_decoded_and_stripped(literal: str, label: str) -> None:
     text = f'[{{"label": {literal}, "bbox_2d": [1, 2, 3, 4]}}, {TEXT_B}]'
     check(text, (PredictedObject(label, (1, 2, 3, 4)), B), {}, False)
+    (start, end), *_ = parse_rollout(text).objects[0].places
+    assert text[start:end] == literal.strip('"')
 
 
 def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
@@ -320,6 +326,9 @@ def test_what_json_writes_is_read_back_and_every_cut_keeps_a_prefix(
     text = well_formed(objects, dialect, ensure_ascii=ascii_only, indent=indent)
     expected = tuple(PredictedObject(label.strip(), tuple(box)) for label, box in objects)
     check(text, expected, {}, False, dialect)
+    for each in parse_rollout(text, DIALECTS[dialect]).objects:
+        label, *coordinates = (text[start:end] for start, end in each.places)
+        assert (json.loads(f'"{label}"').strip(), tuple(map(int, coordinates))) == (each.label, each.box)
     cut = parse_rollout(text[: data.draw(st.integers(1, len(text) - 1))], DIALECTS[dialect])
     assert cut.objects == expected[: len(cut.objects)]
     assert not cut.dropped

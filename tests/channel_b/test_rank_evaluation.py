@@ -168,10 +168,19 @@ def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
     encoder: Encoder, rows: Rows
 ) -> None:
     scene = Scene(encoder, rows)
-    scene.client.answer = lambda samples: replace(
-        scene.client.answer_all(samples[1:]), quarantined=((samples[0], "poison"),)
+
+    def scored(rollout: Rollout) -> Rollout:
+        ids = encoder.tokenise(rollout.text)[0] + encoder.closing_token_ids
+        return replace(rollout, token_ids=ids, log_probs=(-0.5,) * len(ids))
+
+    scene.client.answer = lambda samples: BatchOutcome(
+        rollouts=tuple(scored(scene.client.rollout(sample)) for sample in samples[1:]),
+        quarantined=((samples[0], "poison"),),
+        num_posts=1,
     )
     scene.part.begin(5)
+    assert scene.part._progress is not None
+    assert scene.part._progress.settings.wished == (LOG_PROBS,)
     assert scene.ask(99)
     scene.part.end()
     lines = {line["row"]: line for line in map(json.loads, scene.part.lines.splitlines())}
@@ -182,6 +191,8 @@ def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
         assert (line["image"], line["finish_reason"]) == (rows[number]["images"][0], "stop")
         assert line["truth"] == {"ref": objects["ref"], "bbox": objects["bbox"]}
         assert line["objects"]["ref"] == objects["ref"]
+        values = [value for each in line["log_probs"] for part in each.values() for value in part]
+        assert (len(line["log_probs"]), set(values)) == (len(objects["ref"]), {-0.5})
         for found, true in zip(line["objects"]["bbox"], objects["bbox"], strict=True):
             assert found == pytest.approx(true, abs=0.002 * max(line["width"], line["height"]) + 1)
 

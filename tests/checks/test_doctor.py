@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,23 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
         rollouts.check_matching([answered], encoder, make_task(), load_config(configure(DEAD))).verdict
         == verdict
     )
+
+
+def test_average_precision_is_told_with_scores_and_without(configure: Configure, rows_file: Path) -> None:
+    """A false object stands first, and the model was unsure of it."""
+    encoder, sample = make_encoder(), sample_of(json.loads(rows_file.read_text().splitlines()[0]))
+    right = encoder.answer_of(sample)
+    text = f'[{{"bbox_2d": [0, 0, 3, 3], "label": "{sample.truth.labels[0]}"}}, {right[1:]}'
+    ids, offsets = encoder.tokenise(text)
+    unsure = tuple(-1.0 if start < len(text) - len(right) else 0.0 for start, _ in offsets)
+    answered = rollout_of(sample, text, encoder.encode_prompt(sample).token_ids)
+    told = [
+        rollouts.check_matching([each], encoder, make_task(), load_config(configure(DEAD))).found
+        for each in (answered, replace(answered, token_ids=ids, log_probs=unsure))
+    ]
+    (plain,) = re.findall(r", AP (0\.\d+)$", told[0])
+    ((best, same),) = re.findall(r", AP ([01]\.\d+) with scores and (0\.\d+) without$", told[1])
+    assert (same, float(best) > float(same)) == (plain, True)
 
 
 def test_what_the_learners_ranks_find_by_their_own_environment_the_doctor_finds(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from PIL import Image
 from real_model import rollout_of
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, POINT_LIST
+from swift_stage2.channel_b.object_scores import ObjectLogProbs
 from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.data import recorded
@@ -187,6 +190,20 @@ def test_scores_are_coco_s_and_those_over_thresholds() -> None:
         "invalid_ratio": 0.5,
         "failed_ratio": 0.0,
     }
+
+
+def test_objects_have_scores_where_every_answer_has_log_probabilities(tmp_path: Path) -> None:
+    """The car is right and sure, the dog is false and half as sure."""
+    both = plain(0, "a.png", [CAR], [DOG, CAR], "[]")
+    half = ObjectLogProbs((math.log(0.5),), (math.log(0.5),))
+    both = replace(both, log_probs=(half, ObjectLogProbs((0.0,), (0.0,))))
+    keeper = EvaluationKeeper(tmp_path, OBJECT_LIST)
+    scores = keep(keeper, FIRST, [both]).scores
+    found = [scores[name] for name in ("ap", "ap_without_scores", "ece")]
+    assert found == pytest.approx([1.0, 0.5, 0.25])
+    (row,) = read_recorded(next(tmp_path.iterdir()))
+    assert row.scores == pytest.approx((0.5, 1.0))
+    assert "ece" not in keep(keeper, FIRST, [both, replace(ROWS[0], row=1)]).scores
 
 
 def test_a_task_without_boxes_has_no_scores() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 from detection_sets import random_data
 from pycocotools.coco import COCO
@@ -55,7 +57,7 @@ def run(oracle: COCOeval) -> COCOeval:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_mean_is_pycocotools_own(seed: int) -> None:
-    data = random_data(seed, num_images=30, num_classes=4, ties=True)
+    data = replace(random_data(seed, num_images=30, num_classes=4, ties=True), has_scores=True)
     oracle, scores = run(pycocotools_of(data)), DetectionScores(data)
     points = scores.points()
     names = ["ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar1", "ar10"]
@@ -65,3 +67,6 @@ def test_every_mean_is_pycocotools_own(seed: int) -> None:
     of_classes = oracle.eval["precision"][:, :, :, 0, -1].mean(axis=(0, 1))
     mine = [points[f"class/{name}/ap"] for name in data.classes]
     assert mine == pytest.approx(of_classes.tolist(), abs=TOLERANCE)
+    plain = replace(data, predicted=replace(data.predicted, scores=np.ones(len(data.predicted))))
+    plain_ap = run(pycocotools_of(plain)).stats[0]
+    assert points["eval/ap_without_scores"] == pytest.approx(plain_ap, abs=TOLERANCE)

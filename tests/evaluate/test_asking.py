@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, error
-from real_model import STAGE1, make_encoder, sample_of
+from real_model import STAGE1, make_encoder, rollout_of, sample_of, tiny_model
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, POINT_LIST
 from swift_stage2.channel_b.encoding import Encoder
@@ -27,6 +30,7 @@ from swift_stage2.data.prediction import (
 from swift_stage2.demo.demo_config import evaluation_command
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
+from swift_stage2.records import MatchQuality, Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout_server"))
 
@@ -92,8 +96,11 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     assert facts["metrics"]["eval/failed_ratio"]["value"] == 0.0
     capsys.readouterr()
     assert main(["evaluate", "--data", str(rows_file), "--predictions", str(predictions), "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)["metrics"]
-    assert again["eval/ap"]["value"] == facts["metrics"]["eval/ap"]["value"]
+    again = json.loads(capsys.readouterr().out)
+    assert again["metrics"] == facts["metrics"]
+    assert facts["metrics"]["eval/ap"]["value"] == facts["ap_by_score"]["both_mean"]
+    assert facts["metrics"]["eval/ap_without_scores"]["value"] == facts["ap_by_score"]["none"]
+    assert sum(each["objects"] for each in facts["calibration"]) == num_boxes
 
 
 def test_boxes_become_pixels_and_the_server_is_asked_row_by_row(
@@ -106,6 +113,8 @@ def test_boxes_become_pixels_and_the_server_is_asked_row_by_row(
         assert server.batch_sizes == [1] * 12
         assert server.infer_calls[0].config["temperature"] == 0.0
         assert server.infer_calls[0].config["max_tokens"] == 64
+        assert server.infer_calls[0].config["logprobs"]
+    assert found[0].log_probs is None
     box = (14 * WIDTH / WIDE, 28 * HEIGHT / HIGH, 70 * WIDTH / WIDE, 112 * HEIGHT / HIGH)
     assert found[0].objects.bbox[0] == pytest.approx(box, abs=0.01)
     assert {each.finish_reason for each in found} == {"length"}
@@ -119,6 +128,43 @@ def test_points_become_pixels(encoder: Encoder, true_rows: list[TrueRow], prompt
     with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text)) as server:
         found = ask_server(server.url, true_rows[:1], encoder, replace(QUESTIONS, dialect=POINT_LIST))
     assert found[0].objects.bbox == (pytest.approx((14 * WIDTH / WIDE, 28 * HEIGHT / HIGH), abs=0.01),)
+
+
+def test_objects_have_the_log_probabilities_of_a_forward_pass_over_the_whole_answer(
+    encoder: Encoder, engine: TransformersRolloutEngine, true_rows: list[TrueRow]
+) -> None:
+    model, num_objects = tiny_model()[0], 0
+    with serve(engine) as server:
+        found = ask_server(server.base_url, true_rows, encoder, replace(QUESTIONS, max_new_tokens=200))
+    for row, each in zip(true_rows, found, strict=True):
+        sample, text = sample_of(row.row), each.answer or ""
+        ids, offsets = encoder.tokenise(text)
+        prompt, weights = encoder.encode_prompt(sample), (1.0,) * len(ids)
+        target = Target(text, ids, weights, MatchQuality(0, 0, 0, 0.0, 0, 0))
+        rollout = rollout_of(sample, text, prompt.token_ids)
+        batch = encoder.collate([encoder.encode_segment(rollout, prompt, [(target, None)])])
+        inputs = {name: batch[name] for name in batch if name not in ("labels", "loss_scale", "length")}
+        with torch.no_grad():
+            logits = model(**inputs, use_cache=False).logits[0, -len(ids) - 1 : -1].float()
+        forced = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+        def within(begin: int, end: int, values: list[float] = forced, offsets: Any = offsets) -> list[float]:
+            pairs = zip(values, offsets, strict=True)
+            return [value for value, (start, stop) in pairs if start < end and begin < stop]
+
+        assert each.log_probs is not None
+        places = re.finditer(r'\[(\d+), (\d+), (\d+), (\d+)\], "label": "([^"]*)"', text)
+        read = [
+            place
+            for place in places
+            if int(place[1]) <= int(place[3]) and int(place[2]) <= int(place[4]) and each.objects.bbox
+        ]
+        for one, place in zip(each.log_probs, read, strict=True):
+            assert one.label == pytest.approx(within(*place.span(5)), abs=1e-4)
+            box = [value for part in range(1, 5) for value in within(*place.span(part))]
+            assert one.box == pytest.approx(box, abs=1e-4)
+        num_objects += len(each.objects.bbox)
+    assert num_objects > 10
 
 
 @pytest.mark.parametrize(("status", "told"), [(400, "this image"), (504, "too late")])

@@ -80,6 +80,39 @@ def test_table_json_and_page_tell_the_same(
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == []
 
 
+def test_scores_are_made_in_every_way_and_it_is_told_whether_they_help(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels are surer of what is right, boxes of what is wrong; neither product nor mean changes the order."""
+    wrong = ("car", (300, 300, 390, 390))
+    sure, unsure = {"label": [-0.1, -0.3], "box": [-2.0]}, {"label": [-1.0], "box": [-0.5]}
+    lines = [
+        line(str(tmp_path / "a.png"), [wrong, CAR, CAT], log_probs=[unsure, sure, sure]),
+        line(f"{tmp_path}/{EVIL}.png", [CAT], log_probs=[sure]),
+        line("c.png", []),
+    ]
+    path = write_lines(tmp_path / "scored.jsonl", lines)
+    arguments = ("--data", data, "--predictions", path, "--score", "label_mean", "--output", tmp_path / "out")
+    assert evaluate(*arguments) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    facts = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
+    # Behind the wrong box the one car has a precision of a half.
+    low, high = pytest.approx(0.75), pytest.approx(1.0)
+    assert facts["ap_by_score"] == {
+        "label_mean": high, "label_product": high, "box_mean": low, "box_product": low,
+        "both_mean": low, "both_product": low, "none": low,
+    }  # fmt: skip
+    assert facts["metrics"]["eval/ap"]["value"] == high
+    assert [each["objects"] for each in facts["calibration"]] == [1, 3]
+    assert "Scores help: AP is 1.000 with and 0.750 without them." in told
+    assert "scores by label_mean" in told
+    assert evaluate("--data", data, "--compare", path, path, "--score", "box_mean", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["eval/ap"]["a"] == low
+    bare = write_lines(tmp_path / "bare.jsonl", [line("c.png", [CAR], scores=[0.5])])
+    assert evaluate("--data", data, "--predictions", bare, "--score", "box_mean") == 2
+    assert "--score needs log_probs" in capsys.readouterr().err
+
+
 def test_two_sets_are_told_side_by_side(
     data: Path, predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from detection_sets import line, write_lines, write_rows
 from PIL import Image
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
+from swift_stage2.channel_b.object_scores import ObjectLogProbs
 from swift_stage2.data.prediction import (
     FAILED,
     LabelledBoxes,
@@ -51,6 +52,7 @@ def test_written_predictions_are_read_again(data: Path, tmp_path: Path) -> None:
             height=5,
             objects=LabelledBoxes(("ä",), ((0.0, 0.25, 1.0, 2.0),)),
             scores=(0.5,),
+            log_probs=(ObjectLogProbs((-0.25,), (-1.0, 0.0)),),
             answer="\u2028",
             finish_reason="stop",
         )
@@ -70,6 +72,9 @@ def test_written_predictions_are_read_again(data: Path, tmp_path: Path) -> None:
         (line("a.png", [("car", (9, 2, 3, 4))]), "x1 <= x2"),
         (line("a.png", [CAR], scores=[0.5, 0.6]), "one score"),
         (line("a.png", [CAR], scores=[]), "one score"),
+        (line("a.png", [CAR], log_probs=[]), "one of log_probs"),
+        (line("a.png", [CAR], log_probs=[{"label": [], "box": [-1]}]), "log_probs.0.label"),
+        (line("a.png", [CAR], log_probs=[{"label": [-1], "box": [1]}]), "log_probs.0.box.0"),
         (line("a.png", [("car", (1, 2, 3, 1e308))]), "objects.bbox.0.3"),
         (line("a.png", [CAR]) | {"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}}, "one ref"),
         (line("c.png", []), "no row (left) names"),

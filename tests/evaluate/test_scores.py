@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -103,6 +103,26 @@ def test_perfect_empty_and_absent_answers() -> None:
     assert nothing["eval/precision"] == 0.0
     assert "eval/ap" not in nothing
     assert DetectionScores(hand_made([[]], [[]])).points() == {}
+
+
+def test_calibration_is_told_by_scores_of_one_tenth() -> None:
+    cars = [("car", CAR), ("car", DOG), ("dog", DOG), ("dog", CAR), ("car", (300, 0, 310, 10))]
+    data = replace(hand_made([[("car", CAR), ("dog", DOG)]], [cars]), has_scores=True)
+
+    def scores(*values: float) -> DetectionScores:
+        return DetectionScores(replace(data, predicted=replace(data.predicted, scores=np.array(values))))
+
+    found = scores(1.0, 0.9, 0.55, 0.5, 0.0)  # right, false, right, false, false
+    bins = [(0.0, 0.1, 1, 0.0, 0.0), (0.5, 0.6, 2, 0.525, 0.5), (0.9, 1.0, 2, 0.95, 0.5)]
+    assert found.calibration == [pytest.approx(each) for each in bins]
+    assert found.points()["eval/ece"] == pytest.approx((1 * 0.0 + 2 * 0.025 + 2 * 0.45) / 5)
+    logits = scores(7.0, 0.9, 0.5, 0.5, 0.0)
+    assert logits.calibration == []
+    assert "eval/ece" not in logits.points()
+    assert (
+        not {"eval/ece", "eval/ap_without_scores"}
+        & DetectionScores(replace(data, has_scores=False)).points().keys()
+    )
 
 
 ONE_CAR = ("car", (10, 10, 110, 110))

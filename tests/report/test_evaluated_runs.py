@@ -57,6 +57,22 @@ def test_precision_and_recall_over_steps_are_those_of_hand_counts(tmp_path: Path
     ]
 
 
+def test_scores_are_told_of_evaluations_that_have_them(
+    tmp_path: Path, told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {row: [ADDED, *objects] for row, objects in TRUTH.items()}
+    evaluated_run(tmp_path, TRUTH, [said, said])
+    file = max(evaluations_directory(tmp_path).iterdir())
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    scored = ({**line, "scores": [0.2] + [1.0] * (len(line["objects"]["ref"]) - 1)} for line in lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in scored))
+    old, new = told.rows(tmp_path, "detection")
+    error = f"{0.2 * 12 / sum(map(len, said.values())):.3f}"
+    assert (old[3] != "1.000", old[5:], new[3:4] + new[5:]) == (True, ["–", "–"], ["1.000", old[3], error])
+    assert main(["report", "--json", str(tmp_path)]) == 0
+    assert f"Scores help: AP is 1.000 with and {old[3]} without them." in capsys.readouterr().out
+
+
 def test_only_evaluations_that_the_log_tells_of_count_and_the_last_of_what_was_asked_anew(
     tmp_path: Path, told: Told
 ) -> None:

@@ -69,6 +69,7 @@ class PlainVllm:
                 "message": {"content": f"echo {text}"},
                 "finish_reason": "stop",
                 "token_ids": [len(text)],
+                "logprobs": {"content": [{"logprob": -0.5}]} if call.body.get("logprobs") else None,
             }
             name = vllm_serve.engine_name(call.body["request_id"])
             reply = _json({"id": name, "choices": [choice], "prompt_token_ids": [1, 2]})
@@ -135,6 +136,9 @@ def test_a_post_is_one_call_a_request_in_order_and_names_its_weights(
     texts = [str(10**n) for n in range(8)]
     asked = [request(text) for text in texts]
     result = loop.run(route.generate(asked, greedy_config(5), timeout_s=_PATIENCE_S))
+    scored = loop.run(route.generate(asked, greedy_config(5) | {"logprobs": True}, timeout_s=_PATIENCE_S))
+    assert {each.log_probs for each in result.completions} == {None}
+    assert {each.log_probs for each in scored.completions} == {(-0.5,)}
     assert [each.text for each in result.completions] == [f"echo {text}" for text in texts], result
     assert {(each.run_id, each.weight_version) for each in result.completions} == {("run", 3)}
     # After the answers: a later process cannot have made them

@@ -62,6 +62,8 @@ class RequestSettings:
     observer: RequestObserver | None = None
     columns: tuple[Column, ...] = ()
     """Every answer must bring their values."""
+    wished: tuple[Column, ...] = ()
+    """Are asked for as well; an answer may lack them."""
     only_version: int | None = None
     """Nothing is asked of a server with another version; the samples return instead. None: any version will do."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from swift_stage2 import wire
@@ -45,15 +45,22 @@ class InferRoute(ServerHttp):
     """One server that answers ``/infer/``."""
 
     async def generate(
-        self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        may_lack: Collection[str] = (),
     ) -> PostResult:
-        """Asks for one completion per request, in order."""
+        """Asks for one completion per request, in order; of the columns asked for they may lack some."""
         asked = [{**request, infer_wire.REQUEST_ID: uuid.uuid4().hex} for request in requests]
         body = {"infer_requests": asked, "request_config": config}
         most_bytes = infer_wire.most_infer_bytes(len(requests), config["max_tokens"])
         try:
             record = await self.ask("POST", wire.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
-            completions = infer_wire.parse_infer_reply(record, len(requests), asked_by(config))
+            completions = infer_wire.parse_infer_reply(
+                record, len(requests), asked_by(config).difference(may_lack)
+            )
             _require_own(asked, completions)
         except (ServerFault, ProtocolError) as error:
             return self.end_of(wire.INFER, error)
@@ -105,7 +112,12 @@ class ChatRoute(InferRoute):
         self._unsettled: set[str] = set()  # ids of requests that a call was cut for
 
     async def generate(
-        self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        may_lack: Collection[str] = (),
     ) -> PostResult:
         """As ``InferRoute.generate``; every completion names the weights that the server held afterwards."""
         end = time.monotonic() + timeout_s
@@ -168,10 +180,15 @@ class RouteNow:
         self._route = route_to(base_url, chat_model, api_key=api_key)
 
     def generate(
-        self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        may_lack: Collection[str] = (),
     ) -> PostResult:
         """As ``InferRoute.generate``."""
-        return run(self._route.generate(requests, config, timeout_s=timeout_s))
+        return run(self._route.generate(requests, config, timeout_s=timeout_s, may_lack=may_lack))
 
 
 def route_to(base_url: str, chat_model: str | None, *, api_key: str | None) -> InferRoute:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -257,11 +257,13 @@ class ServerClient:
         observer = settings.observer
         if observer is not None:
             observer.sent(keys, server=self.base_url, seed=seed, version=version)
-        config = request_config(**asdict(settings.decoding), seed=seed, columns=settings.columns)
+        columns = (*settings.columns, *settings.wished)
+        config = request_config(**asdict(settings.decoding), seed=seed, columns=columns)
+        may_lack = {each.name for each in settings.wished if each not in settings.columns}
         timeout_s = max(_SHORTEST_TIMEOUT_S, min(self._client.request_timeout_s, remaining_s))
         began_s = time.monotonic()
         with self._client.watch_post():
-            result = await self._call(post, requests, config, timeout_s)
+            result = await self._call(post, requests, config, timeout_s, may_lack)
         ended_s = time.monotonic()
         result = await self._believed(post, result, version)
         most = self._num_places if self.state.streams else self._client.max_inflight_per_server
@@ -298,10 +300,12 @@ class ServerClient:
         requests: Sequence[Mapping[str, Any]],
         config: Mapping[str, Any],
         timeout_s: float,
+        may_lack: Collection[str],
     ) -> PostResult:
         """The call, which ``cut_calls`` ends as lost or, once the client stops, as stopped."""
         if post.is_wanted and not self.is_stopping:
-            result = await self._cuttable(self._route.generate(requests, config, timeout_s=timeout_s), post)
+            call = self._route.generate(requests, config, timeout_s=timeout_s, may_lack=may_lack)
+            result = await self._cuttable(call, post)
             if result is not None:
                 return result
         end = PostEnd.STOPPED if self.is_stopping else PostEnd.LOST
