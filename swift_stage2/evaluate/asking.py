@@ -198,9 +198,14 @@ class _Asking:
                 remedy="give both sides one model, template and pixel limits (MAX_PIXELS, --swift max_pixels=N)",
             )
         self.questions.on_answer(question.row, prompt, completion.text)
-        found, answer = parse_rollout(completion.text, self.questions.dialect).counted, completion
-        places, decode = [each.places for each in found], self.encoder.decode
-        log_probs = object_log_probs(places, answer.text, answer.token_ids, answer.log_probs, decode)
+        found = parse_rollout(completion.text, self.questions.dialect).counted
+        log_probs = object_log_probs(
+            [each.places for each in found],
+            completion.text,
+            completion.token_ids,
+            completion.log_probs,
+            self.encoder.decode,
+        )
         return Prediction(
             image=question.row.image,
             width=width,

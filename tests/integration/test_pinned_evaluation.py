@@ -128,4 +128,5 @@ def test_every_evaluation_leaves_the_rows_that_it_counts(run: LearnerRun) -> Non
         assert sum(len(row.truth.ref) for row in rows if row.truth) == told[step]["num_ground_truth"]
     begun = {record["due_step"]: record["begun_step"] for record in evaluations}
     scored = EventFiles(run.directory / "runs").series("stage2_ab/eval/ap")
+    assert len(EventFiles(run.directory / "runs").series("stage2_ab/eval/ece")) == len(scored) > 0
     assert [step for step, _ in scored] == sorted(begun[due] for due in found)
