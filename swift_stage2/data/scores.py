@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import hotcoco
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import mannwhitneyu
 
 from swift_stage2.channel_b.matching import assign, iou_matrix
 from swift_stage2.channel_b.parsing import TrueObjects
@@ -55,6 +56,7 @@ _COCO_NAMES = {
 }
 _COSTS = MatchingConfig()
 _NUM_SCORE_BINS = 10
+_CHANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +222,21 @@ class DetectionScores(CountedScores):
 
         Nothing without scores, or where one is no probability.
         """
-        scores, right = self.data.predicted.scores, np.zeros(len(self.data.predicted), dtype=bool)
+        return score_bins(self.data.predicted.scores, self._right) if self.data.has_scores else []
+
+    @property
+    def rank_right_first(self) -> bool:
+        """True if matched objects have higher scores than others, beyond chance (Mann-Whitney's U, one-sided, 5 %)."""
+        right, false = (self.data.predicted.scores[which] for which in (self._right, ~self._right))
+        if not (len(right) and len(false)):
+            return False
+        return bool(mannwhitneyu(right, false, alternative="greater").pvalue < _CHANCE)
+
+    @property
+    def _right(self) -> NDArray[np.bool_]:
+        right = np.zeros(len(self.data.predicted), dtype=bool)
         right[self._found[0]] = True
-        return score_bins(scores, right) if self.data.has_scores else []
+        return right
 
     def errors(self) -> dict[str, dict[str, float]]:
         """TIDE's types at IoU 0.5: how many, and the AP50 that is lost by them."""

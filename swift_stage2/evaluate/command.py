@@ -84,19 +84,14 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     scores, num_missing = _score(rows, predictions, options.radius), _num_missing(predictions)
     points, bounds = _points(scores), scores.intervals(_NUM_DRAWS)
     gallery = worst_images(rows, predictions, scores)
-    how = f"scores by {options.score}" if options.score else "scores as given"
-    if isinstance(scores, PointScores):
-        how = _how_far(scores, options.radius)
-    elif not scores.data.has_scores:
-        how = "no scores: all count as 1, and COCO's AP takes them as they stand"
-        if _asks(options) and options.score != _NO_SCORE:
-            how += "; the server gave no log-probabilities of tokens that spell every answer"
+    how = _how(scores, options)
     remarks = [Sentence(f"{len(rows):,} images; {how}. Intervals: {_NUM_DRAWS:,} draws of as many images.")]
     if num_missing:
         remarks.append(Sentence(_MISSING.format(num_missing), Tone.BAD))
     lost = lost_objects(predictions, answer_dialect(rows))
     facts = {
         "source": str(options.server or options.predictions or options.model),
+        "how": how,
         "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "lost": lost,
@@ -149,12 +144,17 @@ def _way(predictions: Sequence[Prediction | None], options: argparse.Namespace) 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     both = [_read(path, rows, options) for path in options.compare]
     first, second = (_score(rows, each, options.radius) for each in both)
-    bounds = second.intervals(_NUM_DRAWS, minus=first)
+    if isinstance(first, DetectionScores) and isinstance(second, DetectionScores):
+        told = [each.data.has_scores for each in (first, second) if len(each.data.predicted)]
+        if len(set(told)) > 1:
+            raise UserError(
+                "both files must have scores, or none", got="one has", remedy=f"write --score {_NO_SCORE}"
+            )
+    how, bounds = _how(first, options), second.intervals(_NUM_DRAWS, minus=first)
     before, after = _points(first), _points(second)
     missing = list(map(_num_missing, both))
     remarks = [Sentence(f"{name}: {path}") for name, path in zip("AB", options.compare, strict=True)]
-    if isinstance(first, PointScores):
-        remarks.append(Sentence(_how_far(first, options.radius)))
+    remarks.append(Sentence(f"{how}."))
     remarks += [
         Sentence(f"{path}: {_MISSING.format(num)}", Tone.BAD)
         for path, num in zip(options.compare, missing, strict=True)
@@ -162,6 +162,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     ]
     facts = {
         **dict(zip(("a", "b"), map(str, options.compare), strict=True)),
+        "how": how,
         "num_without_prediction": missing,
         "metrics": {
             name: {"a": before[name], "b": after[name], "difference": after[name] - before[name]}
@@ -186,9 +187,16 @@ def _points(scores: DetectionScores | PointScores) -> dict[str, float]:
     return scores.points() if isinstance(scores, PointScores) else all_points(scores)
 
 
-def _how_far(scores: PointScores, radius: float | None) -> str:
-    most = f"{radius:g} pixels" if radius else f"{RADIUS_SHARE:g} of the image's diagonal"
-    return f"radius {most}" + ("" if scores.has_regions else "; without objects.region nothing is inside")
+def _how(scores: DetectionScores | PointScores, options: argparse.Namespace) -> str:
+    if isinstance(scores, PointScores):
+        radius = options.radius
+        most = f"{radius:g} pixels" if radius else f"{RADIUS_SHARE:g} of the image's diagonal"
+        return f"radius {most}" + ("" if scores.has_regions else "; some rows lack objects.region")
+    if scores.data.has_scores:
+        return f"scores by {options.score}" if options.score else "scores as given"
+    lacking = "; the server gave no log-probabilities of tokens that spell every answer"
+    how = "no scores: all objects count as 1, and AP takes them in their order"
+    return how + (lacking if _asks(options) and options.score != _NO_SCORE else "")
 
 
 def _num_missing(predictions: Sequence[Prediction | None]) -> int:

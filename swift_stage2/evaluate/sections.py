@@ -136,7 +136,7 @@ def _about_scores(
         (f"{low:.1f} to {high:.1f}", format_number(objects), f"{confidence:.3f}", f"{matched:.3f}")
         for low, high, objects, confidence, matched in scores.calibration
     )
-    told = whether_scores_help(points)
+    told = whether_scores_help(scores, points)
     by_way = Table("AP by score", ("score", "AP"), ways)
     by_bin = Table("Calibration", ("score", "objects", "mean score", "matched at IoU 0.5"), bins)
     return filled([Sentence(told) if told else None, by_way, by_bin])

@@ -99,7 +99,7 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     )
     told = (
         f"{some}Labels must be equal and the IoU at least 0.5, as in swift-stage2 evaluate, which also tells "
-        f"intervals, classes and types of errors. {whether_scores_help(points[-1])}"
+        f"intervals, classes and types of errors. {whether_scores_help(shown[-1].scores, points[-1])}"
     ).strip()
     have_scores = any(name in values for name in _OF_SCORES for values in points)
     measures = _MEASURES | (_OF_SCORES if have_scores else {})
@@ -115,14 +115,13 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     return Section("detection", "Detection over steps", (Sentence(told), table))
 
 
-def whether_scores_help(points: Mapping[str, float]) -> str:
+def whether_scores_help(scores: DetectionScores, points: Mapping[str, float]) -> str:
     """One sentence; empty without scores."""
     if not {"eval/ap", "eval/ap_without_scores"} <= points.keys():
         return ""
     ap, plain = points["eval/ap"], points["eval/ap_without_scores"]
-    return (
-        f"Scores {'help' if ap > plain else 'do not help'}: AP is {ap:.3f} with and {plain:.3f} without them."
-    )
+    verdict = "help" if ap > plain and scores.rank_right_first else "do not help beyond chance"
+    return f"Scores {verdict}: AP is {ap:.3f} with and {plain:.3f} without them."
 
 
 RankMatch = tuple[int, Match]

@@ -104,13 +104,15 @@ def test_scores_are_made_in_every_way_and_it_is_told_whether_they_help(
     }  # fmt: skip
     assert facts["metrics"]["eval/ap"]["value"] == high
     assert [each["objects"] for each in facts["calibration"]] == [1, 3]
-    assert "Scores help: AP is 1.000 with and 0.750 without them." in told
+    assert "Scores do not help beyond chance: AP is 1.000 with and 0.750 without them." in told
     assert "scores by label_mean" in told
     assert evaluate("--data", data, "--compare", path, path, "--score", "box_mean", "--json") == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["eval/ap"]["a"] == low
     bare = write_lines(tmp_path / "bare.jsonl", [line("c.png", [CAR], scores=[0.5])])
     assert evaluate("--data", data, "--predictions", bare, "--score", "box_mean") == 2
     assert "--score needs log_probs" in capsys.readouterr().err
+    assert evaluate("--data", data, "--compare", path, bare) == 2
+    assert "both files must have scores, or none" in capsys.readouterr().err
 
 
 def test_two_sets_are_told_side_by_side(
