@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from free_port import free_port
 from two_rank_learner import SCENARIOS, URL
+from two_ranks import run_ranks
 
 _PROGRAM = Path(__file__).with_name("two_rank_learner.py")
 
@@ -19,25 +16,8 @@ _PROGRAM = Path(__file__).with_name("two_rank_learner.py")
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Every scenario on both ranks, in one job: starting a process costs more than all of them."""
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(_PROGRAM), *SCENARIOS],
-            env=os.environ | {"RANK": str(rank), "PORT": str(port), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(timeout=60)
-    assert [rank.returncode for rank in ranks] == [0, 0], [error[-1500:] for _, error in outputs]
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    printed, _ = run_ranks(_PROGRAM, *SCENARIOS)
+    return [json.loads(output.splitlines()[-1]) for output in printed]
 
 
 def test_ranks_with_five_and_three_packs_train_a_and_with_four_each_train_b(
