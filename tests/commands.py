@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +31,18 @@ def run_python(
 def run_command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """``swift-stage2`` with some arguments."""
     return run_python("-m", "swift_stage2", *arguments, **options)
+
+
+@contextmanager
+def speaking(*arguments: str | Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A Python with this one's modules, and the first line that it says; killed at the end, even if frozen."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    command = [sys.executable, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(END_S)
+        process.stdout.close()

@@ -125,6 +125,15 @@ def forever() -> Iterator[threading.Event]:
 
 
 @pytest.fixture
+def server() -> Iterator[Any]:
+    """A ``FakeRolloutServer`` that echoes and knows no /stage2/ path, as a stock server."""
+    from fake_rollout_server import FakeRolloutServer
+
+    with FakeRolloutServer() as server:
+        yield server
+
+
+@pytest.fixture
 def busy_port() -> Iterator[int]:
     """Somebody listens there."""
     with socket.socket() as listener:

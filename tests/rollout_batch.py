@@ -10,7 +10,7 @@ from waiting import wait_for
 
 from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
 from swift_stage2.config import DecodingConfig
-from swift_stage2.records import BatchOutcome, Sample
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
 LONGEST_WAIT_S = 60.0
 
@@ -57,6 +57,14 @@ def generate(
     """One outcome of all shares, in the order of ``samples``. Nothing else may be out."""
     client.submit(samples, requests, terms)
     return collect(client, samples)
+
+
+def ask(
+    client: RolloutClient, requests: Sequence[Mapping[str, Any]], terms: RequestSettings | None = None
+) -> BatchOutcome:
+    """The outcome of these requests, each of a row of its own."""
+    samples = [Sample(SampleKey(0, n, n), {}) for n in range(len(requests))]
+    return generate(client, samples, requests, terms)
 
 
 def collect(client: RolloutClient, samples: Sequence[Sample]) -> BatchOutcome:

@@ -19,6 +19,7 @@ from swift_stage2.checks.swift_parsing import LearnerArguments
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.demo.tiny_template import TINY_VL
+from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 
 def channel_a_alone() -> Stage2Config:
@@ -91,3 +92,11 @@ def build_trainer(
         torch.set_num_threads(threads)
     (found,) = built
     return found
+
+
+def our_trainer(
+    rows_file: Path | None, output: Path, config: Stage2Config | None = None, **arguments: Any
+) -> Any:
+    """``Stage2Trainer`` under a configuration, by default that of channel A alone."""
+    given = {"stage2": config or channel_a_alone()}
+    return build_trainer(rows_file, output, trainer=Stage2Trainer, given=given, **arguments)

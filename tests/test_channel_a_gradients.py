@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from real_model import PACKING_LENGTH, make_encoder, make_task, make_template, sample_of, segment_of
-from sft_run import build_trainer, channel_a_alone
+from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, make_template, sample_of, segment_of
+from sft_run import build_trainer, channel_a_alone, our_trainer
 from swift.trainers import Seq2SeqTrainer
 from transformers import TrainerCallback
 
@@ -117,14 +117,11 @@ def test_rows_in_one_row_train_as_padded_ones_of_plain_ms_swift(rows_file: Path,
 
 
 def test_a_pack_of_ms_swifts_trains_the_sum_of_its_rows_and_rows_stay_single_for_channel_b(
-    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path
+    rows_file: Path, rows: Rows, tmp_path: Path
 ) -> None:
     """The flags of the template are ms-swift's again once the canary has asked it for one answer."""
     packing = {"packing": True, "packing_length": PACKING_LENGTH, "per_device_train_batch_size": 1}
-    given = {"stage2": channel_a_alone()}
-    trainer = build_trainer(
-        rows_file, tmp_path / "out", trainer=Stage2Trainer, given=given, learning_rate=0.0, **packing
-    )
+    trainer = our_trainer(rows_file, tmp_path / "out", learning_rate=0.0, **packing)
     trainer.train()
     packs = trainer.train_dataset
     assert sum(len(packs[number]) for number in range(len(packs))) == len(rows) > len(packs)
@@ -150,21 +147,13 @@ def test_a_pack_of_ms_swifts_trains_the_sum_of_its_rows_and_rows_stay_single_for
 
 
 def test_a_pack_of_channel_b_goes_beside_what_ms_swift_measures_of_its_own(
-    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path
+    rows_file: Path, rows: Rows, tmp_path: Path
 ) -> None:
     """It cuts each micro-batch at the rows of its packs, for the accuracy of whole answers and the loss by channel."""
     losses = []
     for free in (False, True):
-        trainer = build_trainer(
-            rows_file,
-            tmp_path / str(free),
-            trainer=Stage2Trainer,
-            given={"stage2": channel_a_alone()},
-            padding_free=free,
-            acc_strategy="seq",
-            enable_channel_loss=free,
-            learning_rate=0.0,
-        )
+        measured = {"padding_free": free, "acc_strategy": "seq", "enable_channel_loss": free}
+        trainer = our_trainer(rows_file, tmp_path / str(free), learning_rate=0.0, **measured)
         trainer.train()
         encoder = make_encoder(trainer.template)
         segments = [segment_of(encoder, make_task(), sample_of(row, n)) for n, row in enumerate(rows[:3])]
@@ -190,21 +179,13 @@ def _fuse(model: Any, options: Any) -> None:
 
 
 def test_ligers_fused_loss_trains_channel_a_alone(
-    rows_file: Path, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows_file: Path, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swift.trainers.arguments.is_liger_available", lambda: True)
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", _fuse)
     found = []
     for use in (False, True):
-        given = {"stage2": channel_a_alone()}
-        trainer = build_trainer(
-            rows_file,
-            tmp_path / str(use),
-            trainer=Stage2Trainer,
-            given=given,
-            learning_rate=0.0,
-            use_liger_kernel=use,
-        )
+        trainer = our_trainer(rows_file, tmp_path / str(use), learning_rate=0.0, use_liger_kernel=use)
         trainer.train()
         encoder, task = make_encoder(trainer.template), make_task(missed_order=MissedOrder.ANY)
         segments = [segment_of(encoder, task, sample_of(row, n)) for n, row in enumerate(rows[:3])]
@@ -220,14 +201,8 @@ def test_ligers_fused_loss_trains_channel_a_alone(
 
 @pytest.fixture(scope="module")
 def trainer(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage2Trainer:
-    trainer: Stage2Trainer = build_trainer(
-        rows_file,
-        tmp_path_factory.mktemp("pack") / "out",
-        trainer=Stage2Trainer,
-        given={"stage2": channel_a_alone()},
-        freeze_vit=False,
-        learning_rate=0.0,
-    )
+    output = tmp_path_factory.mktemp("pack") / "out"
+    trainer: Stage2Trainer = our_trainer(rows_file, output, freeze_vit=False, learning_rate=0.0)
     trainer.add_callback(_Held())
     trainer.train()
     return trainer
@@ -246,11 +221,11 @@ def test_the_directory_is_held_while_it_is_trained_in(trainer: Stage2Trainer) ->
 
 
 @pytest.fixture(scope="module")
-def segments(trainer: Stage2Trainer, rows: list[dict[str, Any]]) -> list[Segment]:
+def segments(trainer: Stage2Trainer, rows: Rows) -> list[Segment]:
     return _segments(trainer, rows, MissedOrder.GIVEN)
 
 
-def _segments(trainer: Stage2Trainer, rows: list[dict[str, Any]], missed_order: MissedOrder) -> list[Segment]:
+def _segments(trainer: Stage2Trainer, rows: Rows, missed_order: MissedOrder) -> list[Segment]:
     """Three segments with four different weights per token, one of them zero."""
     weights = {TokenGroup.STRUCTURE: 0.0, TokenGroup.MISSED_LABEL: 2.0, TokenGroup.CLOSURE: 0.5}
     encoder = make_encoder(trainer.template)
@@ -267,7 +242,7 @@ def _step(trainer: Stage2Trainer, batch: dict[str, Any], num_items: int) -> tupl
 
 @pytest.mark.parametrize("missed_order", [MissedOrder.GIVEN, MissedOrder.ANY])
 def test_a_packs_gradient_is_the_sum_of_its_segments_gradients(
-    trainer: Stage2Trainer, rows: list[dict[str, Any]], missed_order: MissedOrder
+    trainer: Stage2Trainer, rows: Rows, missed_order: MissedOrder
 ) -> None:
     segments, encoder = _segments(trainer, rows, missed_order), make_encoder(trainer.template)
     num_items = sum(segment.num_supervised_tokens for segment in segments)
@@ -335,7 +310,7 @@ def test_the_loss_is_the_weighted_cross_entropy_over_the_number_of_items(
 
 
 def test_a_pack_without_an_order_trains_the_summed_probability_of_what_may_come(
-    trainer: Stage2Trainer, rows: list[dict[str, Any]]
+    trainer: Stage2Trainer, rows: Rows
 ) -> None:
     """Against a sum over the model's own logits of the whole pack, token by token."""
     encoder, task = make_encoder(trainer.template), make_task(missed_order=MissedOrder.ANY)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,23 @@ def valid(tmp_path: Path) -> Path:
     return file
 
 
+Train = Callable[[int | BaseException], int]
+
+
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A trainer that needs no model, in the real one's place."""
-    module = types.ModuleType("swift_stage2.training.sft")
-    monkeypatch.setitem(sys.modules, "swift_stage2.training.sft", module)
-    return module
+def train(valid: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """The command with a trainer that needs no model, and ends as it is told."""
+
+    def train(end: int | BaseException) -> int:
+        def ended(config: object, **_: object) -> int:
+            if isinstance(end, BaseException):
+                raise end
+            return end
+
+        monkeypatch.setitem(sys.modules, "swift_stage2.training.sft", types.SimpleNamespace(train=ended))
+        return cli.main(["train", str(valid)])
+
+    return train
 
 
 def test_pages_are_made_without_torch() -> None:
@@ -149,8 +161,7 @@ def test_every_command_words_a_mistake_as_argparse_does(
 )
 def test_a_rank_leaves_its_end_for_the_launcher_and_tells_it_in_one_line(
     tmp_path: Path,
-    valid: Path,
-    trainer: types.ModuleType,
+    train: Train,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     end: int | BaseException,
@@ -160,18 +171,11 @@ def test_a_rank_leaves_its_end_for_the_launcher_and_tells_it_in_one_line(
     told: str,
 ) -> None:
     """What is not the user's keeps its traceback above that line."""
-
-    def train(config: object, **_: object) -> int:
-        if isinstance(end, BaseException):
-            raise end
-        return end
-
     file = tmp_path / "status"
     if before:
         file.write_text(before)
     monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == status
+    assert train(end) == status
     assert (file.read_text() if file.exists() else None) == left
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1:] == ([told] if told else [])
@@ -179,17 +183,13 @@ def test_a_rank_leaves_its_end_for_the_launcher_and_tells_it_in_one_line(
 
 
 def test_a_rank_leaves_its_end_though_the_disk_is_full(
-    small_disk: Any, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    small_disk: Any, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(config: object, **_: object) -> int:
-        raise StorageFull("no room")
-
     file = small_disk.path / "status"
     take_room(file)
     small_disk.fill()
     monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 2
+    assert train(StorageFull("no room")) == 2
     assert end_left_in(file) == (2, "no room")
 
 
@@ -209,13 +209,8 @@ def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Pa
 
 
 def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
-    tmp_path: Path,
-    valid: Path,
-    trainer: types.ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer.train = lambda config, **_: 0  # type: ignore[attr-defined]
     monkeypatch.setattr(Stage2Config, "warnings", ("too much",))
     told = []
     for name in ("LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
@@ -228,7 +223,7 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
     ):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert cli.main(["train", str(valid)]) == 0
+        assert train(0) == 0
         told.append(capsys.readouterr().err)
     assert told == ["swift-stage2 train: warning: too much\n", "", ""]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from commands import run_python
 from real_model import STAGE1
-from sft_run import build_trainer, channel_a_alone
+from sft_run import build_trainer, channel_a_alone, our_trainer
 
 import swift_stage2
 from swift_stage2 import Stage2Trainer
@@ -92,7 +92,7 @@ def test_the_configuration_is_an_argument_and_the_variable_only_its_fallback(
 ) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "absent.yaml"))
     config = channel_a_alone()
-    trainer = build_trainer(rows_file, tmp_path, trainer=Stage2Trainer, given={"stage2": config})
+    trainer = our_trainer(rows_file, tmp_path, config)
     assert trainer.stage2_config is config
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         build_trainer(rows_file, tmp_path, trainer=Stage2Trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,32 @@ TINY = [
 ]
 
 
-def answers(rows_file: Path, file: Path, **changes: str) -> list[str]:
-    values = {
-        "data": str(rows_file),
-        "model": str(STAGE1),
-        "learner-gpus": "none",
-        "rollout-gpus": "none",
-        "output": str(file),
-        **{name.replace("_", "-"): value for name, value in changes.items()},
-    }
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+Init = Callable[..., int]
+
+
+@pytest.fixture
+def init(rows_file: Path, tmp_path: Path) -> Init:
+    """``init`` with all its answers, some of them others, and more words; by default it writes ``job.yaml``."""
+
+    def init(*words: str, **changes: str) -> int:
+        values = {
+            "data": str(rows_file),
+            "model": str(STAGE1),
+            "learner-gpus": "none",
+            "rollout-gpus": "none",
+            "output": str(tmp_path / "job.yaml"),
+            **{name.replace("_", "-"): value for name, value in changes.items()},
+        }
+        return cli.main(["init", *(word for name in values for word in (f"--{name}", values[name])), *words])
+
+    return init
 
 
 def test_the_doctor_accepts_what_init_writes(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["init", *answers(rows_file, tmp_path / "job.yaml"), *TINY]) == 0
+    assert init(*TINY) == 0
     told = capsys.readouterr().out
     assert "servers run engine transformers, because the servers have no GPU" in told
     assert "swift-stage2 doctor" in told
@@ -47,7 +57,11 @@ def test_the_doctor_accepts_what_init_writes(
 
 
 def test_what_init_writes_can_be_used_from_any_folder(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows_file: Path,
+    init: Init,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A hub's id and a number of rows stay."""
     (tmp_path / "elsewhere").mkdir()
@@ -55,10 +69,10 @@ def test_what_init_writes_can_be_used_from_any_folder(
     for name, target in {"rows.jsonl": rows_file, "model": STAGE1, "plugin.py": TEMPLATE_FILE}.items():
         (tmp_path / name).symlink_to(target)
     plugin = ("--swift", "external_plugins=plugin.py")
-    words = answers(Path("rows.jsonl#4"), Path("job.yaml"), model="model")
-    assert cli.main(["init", *words, *plugin]) == 0, capsys.readouterr().err
-    other = answers(Path("rows.jsonl"), Path("other.yaml"), model="Qwen/Qwen2.5-VL-3B-Instruct")
-    assert cli.main(["init", *other, *plugin, "--swift", "output_dir=new"]) == 0, capsys.readouterr().err
+    first = {"data": "rows.jsonl#4", "output": "job.yaml", "model": "model"}
+    assert init(*plugin, **first) == 0, capsys.readouterr().err
+    other = {"data": "rows.jsonl", "output": "other.yaml", "model": "Qwen/Qwen2.5-VL-3B-Instruct"}
+    assert init(*plugin, "--swift", "output_dir=new", **other) == 0, capsys.readouterr().err
     monkeypatch.chdir(tmp_path / "elsewhere")
     second = load_config("../other.yaml").swift
     assert (second["output_dir"], second["model"]) == (f"{tmp_path}/new", "Qwen/Qwen2.5-VL-3B-Instruct")
@@ -75,11 +89,10 @@ def test_what_init_writes_can_be_used_from_any_folder(
     assert config.launch.servers[0].args["external-plugins"] == f"{here}/plugin.py"
 
 
-def test_any_key_can_be_set_by_its_path(rows_file: Path, tmp_path: Path) -> None:
-    output = tmp_path / "job.yaml"
+def test_any_key_can_be_set_by_its_path(init: Init, tmp_path: Path) -> None:
     words = ["--set", "rollout.decoding.max_new_tokens=128", "--set", "telemetry.record=true"]
-    assert cli.main(["init", *answers(rows_file, output), *words, "--task", "point"]) == 0
-    config = load_config(output)
+    assert init(*words, "--task", "point") == 0
+    config = load_config(tmp_path / "job.yaml")
     assert (config.rollout.decoding.max_new_tokens, config.telemetry.record) == (128, True)
     assert config.stage2_ab.task == "point"
 
@@ -93,7 +106,7 @@ def test_any_key_can_be_set_by_its_path(rows_file: Path, tmp_path: Path) -> None
     ],
 )
 def test_servers_get_of_the_learners_arguments_what_decides_how_a_prompt_is_read(
-    rows_file: Path,
+    init: Init,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -109,7 +122,7 @@ def test_servers_get_of_the_learners_arguments_what_decides_how_a_prompt_is_read
     shared: dict[str, Any] = {"template": "qwen2_5_vl", "external_plugins": plugins, "max_pixels": 501760}
     output = tmp_path / "job.yaml"
     given = [word for key, value in shared.items() for word in ("--swift", f"{key}={json.dumps(value)}")]
-    assert cli.main(["init", *answers(rows_file, output, rollout_gpus=gpus), *given]) == 0
+    assert init(*given, rollout_gpus=gpus) == 0
     assert f"because {reason}" in capsys.readouterr().out
     config = load_config(output)
     (server,) = config.launch.servers
@@ -121,11 +134,9 @@ def test_servers_get_of_the_learners_arguments_what_decides_how_a_prompt_is_read
     parse_command(argv[argv.index("rollout") + 1 :])
 
 
-def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(rows_file: Path, tmp_path: Path) -> None:
-    output = tmp_path / "gpus.yaml"
-    words = answers(rows_file, output, learner_gpus="0,1", rollout_gpus="2, 3,4")
-    assert cli.main(["init", *words, "--b-ratio", "0.5"]) == 0
-    config = load_config(output)
+def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(init: Init, tmp_path: Path) -> None:
+    assert init("--b-ratio", "0.5", learner_gpus="0,1", rollout_gpus="2, 3,4") == 0
+    config = load_config(tmp_path / "job.yaml")
     assert (config.launch.learner.devices, config.launch.learner.nproc_per_node) == ((0, 1), 2)
     assert [server.devices for server in config.launch.servers] == [(2,), (3,), (4,)]
     assert len({server.base_url for server in config.rollout.servers}) == 3
@@ -143,7 +154,7 @@ def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(rows_file: Path, 
     ],
 )
 def test_gpus_of_both_sides_are_shared(
-    rows_file: Path,
+    init: Init,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -152,10 +163,8 @@ def test_gpus_of_both_sides_are_shared(
     shares: list[float | None],
 ) -> None:
     monkeypatch.setattr(starter_config, "find_spec", lambda _: object() if has_vllm else None)
-    output = tmp_path / "job.yaml"
-    words = answers(rows_file, output, learner_gpus="0,1", rollout_gpus=rollout_gpus)
-    assert cli.main(["init", *words]) == 0, capsys.readouterr().err
-    launch = load_config(output).launch
+    assert init(learner_gpus="0,1", rollout_gpus=rollout_gpus) == 0, capsys.readouterr().err
+    launch = load_config(tmp_path / "job.yaml").launch
     assert launch.share_devices is (rollout_gpus != "2")
     assert ("share GPU" in capsys.readouterr().out) is launch.share_devices
     assert [server.args.get("vllm_gpu_memory_utilization") for server in launch.servers] == shares
@@ -172,7 +181,7 @@ def test_gpus_of_both_sides_are_shared(
     ],
 )
 def test_what_no_run_could_use_is_refused_and_nothing_is_written(
-    rows_file: Path,
+    init: Init,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -181,17 +190,17 @@ def test_what_no_run_could_use_is_refused_and_nothing_is_written(
     told: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["init", *answers(rows_file, Path("job.yaml"), **changes), *more.split()]) == 2
+    assert init(*more.split(), **{"output": "job.yaml"} | changes) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_exists_is_never_overwritten(
-    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    init: Init, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "mine.yaml"
+    output = tmp_path / "job.yaml"
     output.write_text("mine")
-    assert cli.main(["init", *answers(rows_file, output)]) == 2
+    assert init() == 2
     assert "must be a new file" in capsys.readouterr().err
     assert output.read_text() == "mine"

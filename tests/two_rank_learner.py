@@ -756,7 +756,7 @@ SCENARIOS = {
 
 def main() -> None:
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{os.environ['PORT']}", rank=RANK, world_size=2
+        "gloo", init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", rank=RANK, world_size=2
     )
     results = {name: SCENARIOS[name]() for name in sys.argv[1:]}
     print(json.dumps(results))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import rollout_batch
 from fake_rollout_server import Call, FakeRolloutServer, output, outputs, request
-from rollout_batch import generate, make_client, prove
+from rollout_batch import make_client, prove
 
 from swift_stage2.channel_b.rollouts import RequestSettings
 from swift_stage2.columns import LOG_PROBS, Column
 from swift_stage2.config import DecodingConfig
-from swift_stage2.records import BatchOutcome, Sample, SampleKey
+from swift_stage2.records import BatchOutcome
 
 DECODING = DecodingConfig(temperature=0.7, max_new_tokens=64)
 
@@ -31,20 +31,13 @@ def with_log_probs(values: Any) -> Any:
     return answer
 
 
-@pytest.fixture
-def server() -> Iterator[FakeRolloutServer]:
-    with FakeRolloutServer() as server:
-        yield server
-
-
 def ask(
     server: FakeRolloutServer, columns: tuple[Column, ...], settings: RequestSettings | None = None
 ) -> BatchOutcome:
     client = make_client(server.url, decoding=DECODING, max_inflight_per_server=4, columns=columns)
     with client:
         prove(client)
-        samples = [Sample(SampleKey(0, n, n), {}) for n in range(3)]
-        return generate(client, samples, [request(f"r{n}") for n in range(3)], settings)
+        return rollout_batch.ask(client, [request(f"r{n}") for n in range(3)], settings)
 
 
 def test_log_probs_come_with_every_rollout_if_the_client_was_made_to_ask(server: FakeRolloutServer) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,15 +126,21 @@ class Scene:
         return progress.counts.num_answered + progress.counts.num_failed if progress else 0
 
 
+MakeScene = Callable[..., Scene]
+
+
+@pytest.fixture
+def make_scene(encoder: Encoder, rows: Rows) -> MakeScene:
+    return partial(Scene, encoder, rows)
+
+
 # --- what is asked -----------------------------------------------------------------------------------
 
 
-def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
-    encoder: Encoder, rows: Rows
-) -> None:
+def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(make_scene: MakeScene) -> None:
     asked = []
     for rank in (0, 1):
-        scene = Scene(encoder, rows, rank=rank)
+        scene = make_scene(rank=rank)
         scene.part.begin(5)
         while scene.ask(3):
             pass
@@ -145,10 +152,10 @@ def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
 
 
 def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_nothing(
-    encoder: Encoder, rows: Rows
+    make_scene: MakeScene,
 ) -> None:
     for log_probs in (None, ()):
-        scene = Scene(encoder, rows, task=AsSampled())
+        scene = make_scene(task=AsSampled())
         client = scene.client
         client.answer = lambda samples, client=client, log_probs=log_probs: BatchOutcome(
             rollouts=tuple(replace(client.rollout(sample), log_probs=log_probs) for sample in samples),
@@ -165,9 +172,9 @@ def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_noth
 
 
 def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
-    encoder: Encoder, rows: Rows
+    encoder: Encoder, rows: Rows, make_scene: MakeScene
 ) -> None:
-    scene = Scene(encoder, rows)
+    scene = make_scene()
 
     def scored(rollout: Rollout) -> Rollout:
         ids = encoder.tokenise(rollout.text)[0] + encoder.closing_token_ids
@@ -197,8 +204,8 @@ def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
             assert found == pytest.approx(true, abs=0.002 * max(line["width"], line["height"]) + 1)
 
 
-def test_an_answer_of_another_version_is_not_counted_and_asked_again(encoder: Encoder, rows: Rows) -> None:
-    scene = Scene(encoder, rows)
+def test_an_answer_of_another_version_is_not_counted_and_asked_again(make_scene: MakeScene) -> None:
+    scene = make_scene()
     scene.part.begin(5)
     scene.client.version = 6
     assert not scene.ask(2)
@@ -208,8 +215,8 @@ def test_an_answer_of_another_version_is_not_counted_and_asked_again(encoder: En
     assert scene.part.end().num_answered == 5
 
 
-def test_what_is_in_flight_counts_although_no_more_may_be_asked(encoder: Encoder, rows: Rows) -> None:
-    scene = Scene(encoder, rows)
+def test_what_is_in_flight_counts_although_no_more_may_be_asked(make_scene: MakeScene) -> None:
+    scene = make_scene()
 
     def cut_meanwhile(samples: Sequence[Sample]) -> BatchOutcome:
         scene.part.ask_no_more()
@@ -230,10 +237,8 @@ def test_what_is_in_flight_counts_although_no_more_may_be_asked(encoder: Encoder
     assert not scene.part.is_finished, "the next one asks again"
 
 
-def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
-    encoder: Encoder, rows: Rows
-) -> None:
-    scene = Scene(encoder, rows)
+def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(make_scene: MakeScene) -> None:
+    scene = make_scene()
     scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), num_posts=1)
     scene.part.begin(5)
     worked = [scene.ask(99) for _ in range(MAX_ASKS)]
@@ -312,11 +317,11 @@ def make_client(server: FakeRolloutServer, events: Recorder) -> RolloutClient:
 
 
 def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training(
-    encoder: Encoder, rows: Rows
+    encoder: Encoder, rows: Rows, make_scene: MakeScene
 ) -> None:
     training = Recorder()
     with FakeRolloutServer() as server, make_client(server, training) as client:
-        scene = Scene(encoder, rows, client=client)
+        scene = make_scene(client=client)
         scene.part.begin(5)
         assert scene.ask(2)  # the fake server's prompt is not the learner's, so that both fail
         (call,) = server.calls

@@ -43,12 +43,6 @@ OURS = ServerKind(is_ours=True)
 
 
 @pytest.fixture
-def server() -> Iterator[FakeRolloutServer]:
-    with FakeRolloutServer() as server:
-        yield server
-
-
-@pytest.fixture
 def background() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=1) as thread:
         yield thread

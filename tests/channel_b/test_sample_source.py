@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data.row_files import make_row
 from detection_task import make_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,14 +179,7 @@ def test_channel_b_draws_another_stream_than_channel_a(count: int, world_size: i
 
 
 def _row_of(number: int, image: str) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": "<image>Detect."},
-            {"role": "assistant", "content": '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'},
-        ],
-        "images": [image],
-        "objects": {"ref": ["cat"], "bbox": [[number, 2, number + 3, 4.5]]},
-    }
+    return make_row(image, boxes=[[number, 2, number + 3, 4.5]])
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -18,7 +18,7 @@ import torch
 from detection_task import make_task
 from peft.tuners.lora import LoraLayer
 from real_model import Rows, make_encoder, objects_of, rollout_of, sample_of, tiny_model
-from sft_run import build_trainer
+from sft_run import our_trainer
 from swift.trainers import Seq2SeqTrainer
 
 from swift_stage2.channel_b.answer_templates import standard_template
@@ -57,14 +57,8 @@ def configured(
 @pytest.fixture(scope="module")
 def trainer(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """After a step that has set it up and changed nothing."""
-    found = build_trainer(
-        rows_file,
-        tmp_path_factory.mktemp("trained") / "out",
-        trainer=Stage2Trainer,
-        given={"stage2": configured()},
-        freeze_vit=False,
-        learning_rate=0.0,
-    )
+    output = tmp_path_factory.mktemp("trained") / "out"
+    found = our_trainer(rows_file, output, configured(), freeze_vit=False, learning_rate=0.0)
     found.train()
     return found
 
@@ -283,15 +277,8 @@ def test_at_first_use_a_packs_gradient_is_that_of_reinforce(
 
 def held_trainer(rows_file: Path, output: Path, temperature: float, weight: float) -> Any:
     """Its adapter, which begins as nothing, has weights, and is held by the model under it."""
-    trainer = build_trainer(
-        rows_file,
-        output,
-        trainer=Stage2Trainer,
-        given={"stage2": configured(temperature, kl_weight=weight)},
-        tuner_type="lora",
-        lora_dropout=0,
-        learning_rate=0.0,
-    )
+    config = configured(temperature, kl_weight=weight)
+    trainer = our_trainer(rows_file, output, config, tuner_type="lora", lora_dropout=0, learning_rate=0.0)
     trainer.train()
     generator = torch.Generator().manual_seed(0)
     for each in adapter_of(trainer).values():
@@ -398,15 +385,8 @@ def test_a_step_of_packs_trains_their_loss_and_counts_what_it_trained(
         return batches, num_items
 
     monkeypatch.setattr(Stage2Trainer, "get_batch_samples", packs_first)
-    trainer = build_trainer(
-        rows_file,
-        tmp_path / "out",
-        trainer=Stage2Trainer,
-        given={"stage2": configured(1.4)},
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        learning_rate=0.0,
-    )
+    steps = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    trainer = our_trainer(rows_file, tmp_path / "out", configured(1.4), learning_rate=0.0, **steps)
     trainer.train()
     loss, sums = by_hand(segments, 1.4)
     num_items = sum(segment.num_supervised_tokens for segment in segments)

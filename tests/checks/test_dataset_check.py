@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from builders import config_of
+from data.row_files import SIZE, make_row
 from golden import Golden, name_of
 from PIL import Image
 
@@ -15,20 +16,11 @@ from swift_stage2.checks.checks import check_data
 from swift_stage2.data.survey import survey
 from swift_stage2.errors import DatasetError
 
-SIZE = (40, 30)
-
 
 @pytest.fixture
 def row(tmp_path: Path) -> dict[str, Any]:
     Image.new("RGB", SIZE).save(tmp_path / "a.png")
-    return {
-        "messages": [
-            {"role": "user", "content": "<image>Detect."},
-            {"role": "assistant", "content": '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'},
-        ],
-        "images": [str(tmp_path / "a.png")],
-        "objects": {"ref": ["cat"], "bbox": [[1, 2, 40, 30]]},
-    }
+    return make_row(str(tmp_path / "a.png"), boxes=[[1, 2, 40, 30]])
 
 
 def _write(directory: Path, *lines: Any) -> Path:

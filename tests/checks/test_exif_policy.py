@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data.row_files import make_row
 from PIL import Image, ImageOps
 from real_model import boxes_of, make_encoder, make_template, sample_of
 
@@ -36,14 +37,7 @@ def _save(path: Path, orientation: int | None) -> str:
 
 
 def _row(image: str) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": "<image>Detect."},
-            {"role": "assistant", "content": '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'},
-        ],
-        "images": [image],
-        "objects": {"ref": ["cat"], "bbox": [[1, 2, 160, 100]]},
-    }
+    return make_row(image, boxes=[[1, 2, 160, 100]])
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from real_model import (
+    Rows,
     answer_and_objects,
     make_encoder,
     make_task,
@@ -60,7 +61,7 @@ def encoder() -> Encoder:
     return make_encoder(packing_length=LENGTH)
 
 
-def _learned(rows: list[dict[str, Any]], encoder: Encoder, dialect: str = "object_list") -> DetectionTask:
+def _learned(rows: Rows, encoder: Encoder, dialect: str = "object_list") -> DetectionTask:
     return make_task(dialect).learn(rows, sample_of(rows[0]), encoder)
 
 
@@ -68,7 +69,7 @@ def _learned(rows: list[dict[str, Any]], encoder: Encoder, dialect: str = "objec
     ("spell", "dialect"), [(_fenced, "object_list"), (_compact, "object_list"), (_map, "object_map")]
 )
 def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
-    rows: list[dict[str, Any]], encoder: Encoder, template: Any, spell: Spell, dialect: str
+    rows: Rows, encoder: Encoder, template: Any, spell: Spell, dialect: str
 ) -> None:
     """The same tokens are supervised, the end of the turn included."""
     written = [_written(row, spell) for row in rows[:2]]
@@ -85,7 +86,7 @@ def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
         assert list(segment.encodings[0]["input_ids"]) == list(channel_a["input_ids"])
 
 
-def test_every_row_teaches_not_only_the_sample(rows: list[dict[str, Any]], encoder: Encoder) -> None:
+def test_every_row_teaches_not_only_the_sample(rows: Rows, encoder: Encoder) -> None:
     one = rows[0]["objects"]
     single = {**rows[0], "objects": {"ref": one["ref"][:1], "bbox": one["bbox"][:1]}}
     written = [_written(single, _fenced), _written(rows[1], _fenced), _without_objects(rows[2])]
@@ -96,7 +97,7 @@ def test_every_row_teaches_not_only_the_sample(rows: list[dict[str, Any]], encod
 
 @pytest.mark.parametrize("label", ['say "é"', "a\nb", "back\\slash"])
 def test_a_label_that_its_placeholder_does_not_escape_is_refused(
-    rows: list[dict[str, Any]], encoder: Encoder, label: str
+    rows: Rows, encoder: Encoder, label: str
 ) -> None:
     row = copy.deepcopy(rows[3])
     row["objects"]["ref"][0] = label
@@ -108,7 +109,7 @@ def test_a_label_that_its_placeholder_does_not_escape_is_refused(
 
 @pytest.mark.parametrize("answer", [None, "I see nothing.", "[", "{}"])
 def test_an_answer_that_leaves_an_object_out_or_is_no_closed_list_is_refused_with_both_texts(
-    rows: list[dict[str, Any]], encoder: Encoder, answer: str | None
+    rows: Rows, encoder: Encoder, answer: str | None
 ) -> None:
     row = rows[0] if answer is None else _without_objects(rows[0], answer)
     text, objects = answer_and_objects(encoder, sample_of(row))
@@ -117,7 +118,7 @@ def test_an_answer_that_leaves_an_object_out_or_is_no_closed_list_is_refused_wit
     assert (objects[-1][0] if objects else "write '[]'") in str(caught.value)
 
 
-def test_a_template_that_writes_more_than_the_row_is_refused(rows: list[dict[str, Any]]) -> None:
+def test_a_template_that_writes_more_than_the_row_is_refused(rows: Rows) -> None:
     template = make_template()
     prepare = template._swift_prepare_inputs
 
@@ -132,9 +133,7 @@ def test_a_template_that_writes_more_than_the_row_is_refused(rows: list[dict[str
         _learned(rows, encoder)
 
 
-def test_only_the_last_answer_of_a_conversation_is_compared(
-    rows: list[dict[str, Any]], encoder: Encoder
-) -> None:
+def test_only_the_last_answer_of_a_conversation_is_compared(rows: Rows, encoder: Encoder) -> None:
     turns = [
         *rows[0]["messages"][:1],
         {"role": "assistant", "content": "Shapes."},
@@ -152,7 +151,7 @@ def test_only_the_last_answer_of_a_conversation_is_compared(
 
 @pytest.mark.parametrize("answer", ["[]", "```json\n[]\n```"])
 def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
-    rows: list[dict[str, Any]], encoder: Encoder, template: Any, answer: str
+    rows: Rows, encoder: Encoder, template: Any, answer: str
 ) -> None:
     spell = _fenced if "`" in answer else _compact
     written = [_written(rows[0], spell), _without_objects(rows[1], answer)]
@@ -170,7 +169,7 @@ def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
     assert (right.reward["total"], quality.reward["total"]) == (2.5, 0.5), "silence is right here"
 
 
-def test_a_pack_of_empty_answers_trains(rows: list[dict[str, Any]], encoder: Encoder) -> None:
+def test_a_pack_of_empty_answers_trains(rows: Rows, encoder: Encoder) -> None:
     """The real collator, and the isolation of segments that have next to nothing to say."""
     samples = [sample_of(_without_objects(row), position) for position, row in enumerate(rows[:3])]
     task = make_task(same_label=True)

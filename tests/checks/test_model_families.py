@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from data.row_files import ANSWER, make_row
 from family_models import FAMILIES, family_template, load_family
 from real_model import answer_and_objects, boxes_of, make_encoder, make_task, sample_of, summed_loss
 from safetensors.torch import load_file
@@ -21,7 +22,6 @@ from swift_stage2.weights.export import WeightExport
 
 WIDTH, HEIGHT = 150, 100
 BOX = (30, 10, 90, 77)
-PLACEHOLDERS = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'
 # Qwen2-VL and Qwen2.5-VL resize to multiples of 28 pixels, Qwen3-VL to multiples of 32; 0..1000 knows no pixels.
 RESIZED = (28 * 5, 28 * 4)
 THOUSANDTHS = (1000, 1000)
@@ -92,15 +92,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def _row(image: str, answer: str = PLACEHOLDERS, label: str = "cup") -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": f"<image>Where is the {label}?"},
-            {"role": "assistant", "content": answer},
-        ],
-        "images": [image],
-        "objects": {"ref": [label], "bbox": [list(BOX)]},
-    }
+def _row(image: str, answer: str = ANSWER, label: str = "cup") -> dict[str, Any]:
+    question = f"<image>Where is the {label}?"
+    return make_row(image, answer=answer, labels=[label], boxes=[BOX], prompt=question)
 
 
 def _box_in(space: tuple[int, int]) -> list[int]:

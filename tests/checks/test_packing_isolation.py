@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from real_model import make_encoder, make_task, read_rows, sample_of, summed_loss, tiny_model_with
-from sft_run import build_trainer, channel_a_alone
+from sft_run import our_trainer
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from swift_stage2 import Stage2Trainer
@@ -62,14 +62,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
 def trainer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path
 ) -> Stage2Trainer:
-    directory = tmp_path_factory.mktemp("run")
-    trainer = build_trainer(
-        rows_file,
-        directory / "out",
-        trainer=Stage2Trainer,
-        given={"stage2": channel_a_alone()},
-        attn_impl=request.param,
-    )
+    trainer = our_trainer(rows_file, tmp_path_factory.mktemp("run") / "out", attn_impl=request.param)
     trainer.train()
     assert trainer.model.config._attn_implementation == request.param
     return trainer

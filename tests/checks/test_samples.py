@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from builders import config_of
+from data.row_files import ANSWER, make_row
 from detection_task import make_task
 from PIL import Image
 from real_model import make_encoder, make_template, sample_of
@@ -30,8 +31,6 @@ from swift_stage2.checks.samples import (
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, MatchingError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Sample, SampleKey, Target
-
-OBJECT = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
 
 
 @pytest.fixture
@@ -54,16 +53,10 @@ def mixed_rows(tmp_path: Path) -> list[dict[str, Any]]:
         path = tmp_path / f"{number}.png"
         Image.new("RGB", size).save(path)
         count = 1 + number % 4 * (number + 1)
-        rows.append(
-            {
-                "messages": [
-                    {"role": "user", "content": prompts[number % 3]},
-                    {"role": "assistant", "content": f"[{', '.join([OBJECT] * count)}]"},
-                ],
-                "images": [str(path)],
-                "objects": {"ref": ["red circle"] * count, "bbox": [[0, 1, size[0] // 2, size[1]]] * count},
-            }
-        )
+        boxes, labels = [[0, 1, size[0] // 2, size[1]]] * count, ["red circle"] * count
+        answer = f"[{', '.join([ANSWER[1:-1]] * count)}]"
+        prompt = prompts[number % 3]
+        rows.append(make_row(str(path), answer=answer, labels=labels, boxes=boxes, prompt=prompt))
     return rows
 
 

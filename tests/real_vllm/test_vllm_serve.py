@@ -14,7 +14,7 @@ from live_server import free_port, image_request, load_learner, train_a_little
 from our_server import engine_here
 from packaging.version import Version
 from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
-from rollout_batch import generate
+from rollout_batch import ask
 from stock_server import ServerProcess
 from test_weight_sync import GenerateCanary
 from torchrun_job import run_learner, write_config
@@ -24,7 +24,7 @@ from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.config import DecodingConfig, Transport
 from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
 from swift_stage2.errors import ServerFault
-from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
+from swift_stage2.records import BatchOutcome, RoundOutcome
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -83,8 +83,7 @@ class Learner:
         return outcome
 
     def rollouts(self, requests: Sequence[dict[str, Any]] = _REQUESTS) -> BatchOutcome:
-        samples = [Sample(SampleKey(0, row, row), {}) for row in range(len(requests))]
-        return generate(self.client, samples, requests)
+        return ask(self.client, requests)
 
     def close(self) -> None:
         self.client.close()

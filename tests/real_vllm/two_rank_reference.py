@@ -19,7 +19,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from detection_task import make_task
 from real_model import make_encoder, objects_of, read_rows, rollout_of, sample_of
-from sft_run import build_trainer
+from sft_run import our_trainer
 
 from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
@@ -30,7 +30,6 @@ from swift_stage2.compat import start_communication
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.training.losses import POLICY_SUMS
-from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 PARTITIONED = {
     "train_batch_size": "auto",
@@ -50,7 +49,7 @@ def make_trainer(rows_file: Path, output: Path, **swift: Any) -> Any:
     config = bind(Stage2Config, {"stage2_ab": stage2_ab, "rollout": rollout})
     swift |= {"tuner_type": "lora", "lora_dropout": 0, "learning_rate": 0.0, "fp16": False}
     swift |= {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
-    trainer = build_trainer(rows_file, output, trainer=Stage2Trainer, given={"stage2": config}, **swift)
+    trainer = our_trainer(rows_file, output, config, **swift)
     trainer.train()
     return trainer
 

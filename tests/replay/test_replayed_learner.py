@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from as_sampled import AsSampled
-from real_model import make_encoder, make_task, sample_of
+from real_model import Rows, make_encoder, make_task, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
@@ -41,10 +41,7 @@ def _completion(position: int, text: str) -> Rollout:
 
 
 def _trained(
-    encoder: Encoder,
-    rows: Sequence[Mapping[str, Any]],
-    completions: Sequence[Rollout],
-    task: Task = TASK,
+    encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[Rollout], task: Task = TASK
 ) -> Pack:
     """As the pipeline makes it from a server's answers."""
     segments = []
@@ -67,9 +64,7 @@ def _learner(*steps: RecordedStep, maker: PackMaker | None = None) -> ReplayedLe
     return ReplayedLearner(steps, maker=maker, control=SingleRank(), events=SILENT)
 
 
-def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(encoder: Encoder, rows: Rows) -> None:
     completions = (_completion(0, "[]"), _completion(1, "nothing that parses"))
     before = _trained(encoder, rows, completions)
     maker = PackMaker(rows, encoder, TASK)
@@ -89,7 +84,7 @@ def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(
 
 
 def test_columns_of_a_pack_are_made_again_bit_by_bit_and_a_record_without_them_is_refused(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     task = AsSampled()
     completion = replace(_completion(0, "[]"), token_ids=(300, 301), log_probs=(-0.1, -1e-38))
@@ -135,7 +130,7 @@ def test_a_loss_that_is_no_number_equals_itself_and_a_micro_step_less_differs() 
     ],
 )
 def test_what_is_not_the_runs_own_is_refused(
-    encoder: Encoder, rows: list[dict[str, Any]], num_rows: int, images: dict[str, Any], told: str
+    encoder: Encoder, rows: Rows, num_rows: int, images: dict[str, Any], told: str
 ) -> None:
     changed = [row | images for row in rows[:num_rows]]
     maker = PackMaker(changed, encoder, TASK)

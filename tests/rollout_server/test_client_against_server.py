@@ -17,12 +17,11 @@ from live_server import (
     image_request,
     load_learner,
 )
-from rollout_batch import await_settled, generate, prove, unsettled
+from rollout_batch import ask, await_settled, prove, unsettled
 
 from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
-from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.wire import WeightProof
 
@@ -43,11 +42,6 @@ def make_client(server: RunningServer, proof: WeightProof, **changes: Any) -> Ro
     client = rollout_batch.make_client(server.base_url, **settings | changes)
     prove(client, version=proof.version)
     return client
-
-
-def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
-    samples = [Sample(SampleKey(epoch=0, position=n, index=n), row={}) for n in range(len(requests))]
-    return generate(client, samples, requests)
 
 
 def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, proof: WeightProof) -> None:

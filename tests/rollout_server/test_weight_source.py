@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import speaking
 from live_server import SharedFile, free_port
 from rounds_on_disk import SPECS, offer, prove, snapshot, weights
 
@@ -33,12 +32,11 @@ from swift_stage2.wire import TensorSpec, WeightOffer
 WAIT_S = 60.0
 NOBODY_LEAVES = threading.Event()
 LEARNER = """
-import sys
-sys.path[:] = sys.argv[1].split(":")
+import time
 from rounds_on_disk import snapshot
 learner = snapshot()
 print(learner.file.path, flush=True)
-sys.stdin.read()
+time.sleep(600)
 """
 
 
@@ -96,10 +94,7 @@ def test_memory_is_read_where_it_lies_and_the_mapping_ends_with_the_offer(file: 
 
 
 def test_memory_of_another_process_stays_after_its_death() -> None:
-    command = [sys.executable, "-c", LEARNER, ":".join(sys.path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        path = process.stdout.readline().strip()
+    with speaking("-c", LEARNER) as (process, path):
         source = mapped(path, offer())
         process.kill()
         process.wait(WAIT_S)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from sft_run import build_trainer, channel_a_alone
+from sft_run import our_trainer
 
-from swift_stage2 import Stage2Trainer
 from swift_stage2.errors import StorageFull
 from swift_stage2.runtime import checkpoints
 from swift_stage2.runtime.checkpoints import is_storage_failure, whole_checkpoint
@@ -50,14 +49,7 @@ def test_what_is_no_failure_of_a_disk_keeps_its_name_and_leaves_no_checkpoint_ei
 def test_the_trainer_voids_a_checkpoint_before_any_rank_writes_over_it(
     tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = build_trainer(
-        rows_file,
-        tmp_path,
-        trainer=Stage2Trainer,
-        given={"stage2": channel_a_alone()},
-        save_strategy="steps",
-        save_steps=1,
-    )
+    trainer = our_trainer(rows_file, tmp_path, save_strategy="steps", save_steps=1)
     state = tmp_path / "checkpoint-1" / "trainer_state.json"
     state.parent.mkdir()
     state.write_text("{}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 from two_rank_hang import TIMEOUT_S
+from two_ranks import run_ranks
 
 from swift_stage2.runtime import background
 from swift_stage2.runtime.background import EXIT_HANG, RoundWatch
@@ -23,23 +21,7 @@ _PROGRAM = Path(__file__).parents[1].joinpath("two_rank_hang.py")
 def end_of_both(scenario: str) -> list[str]:
     """Returns what both ranks wrote; the store is here, as torchrun's is in its agent. Both must end with status 70."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(_PROGRAM), scenario],
-            env=os.environ | {"RANK": str(rank), "PORT": str(store.port), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        written = [rank.communicate(timeout=100)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(timeout=60)
-    assert [rank.returncode for rank in ranks] == [EXIT_HANG, EXIT_HANG], [text[-2000:] for text in written]
-    return written
+    return run_ranks(_PROGRAM, scenario, status=EXIT_HANG, PORT=str(store.port))[1]
 
 
 @pytest.mark.parametrize(

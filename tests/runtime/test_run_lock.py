@@ -12,6 +12,7 @@ from typing import Any
 
 import filelock
 import pytest
+from commands import speaking
 
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.runtime.run_directory import RANK_0, is_held, run_lock
@@ -120,19 +121,15 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, start: Start, is_killed: b
 
 def test_a_lock_ends_with_its_owner_whatever_forked_children_outlive_it(tmp_path: Path) -> None:
     """As a killed rank's DataLoader workers do, for seconds."""
-    owner = subprocess.Popen([sys.executable, "-c", _FORK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    child = int(owner.stdout.readline())
-    try:
-        assert is_held(tmp_path), "a child's end has released it"
-        owner.kill()
-        owner.wait(timeout=_DEADLINE_S)
-        with run_lock(tmp_path):
-            os.kill(child, 0)  # it is there
-    finally:
-        owner.kill()
-        os.kill(child, signal.SIGKILL)
-        owner.communicate(timeout=_DEADLINE_S)
+    with speaking("-c", _FORK, tmp_path) as (owner, child):
+        try:
+            assert is_held(tmp_path), "a child's end has released it"
+            owner.kill()
+            owner.wait(timeout=_DEADLINE_S)
+            with run_lock(tmp_path):
+                os.kill(int(child), 0)  # it is there
+        finally:
+            os.kill(int(child), signal.SIGKILL)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -72,22 +72,17 @@ def test_nothing_outlives_a_program_that_supervises_itself(tmp_path: Path, end: 
         supervisor.stdout.close()
 
 
-def test_a_terminal_that_closes_sends_its_signal_twice_and_asks_once() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+@pytest.mark.parametrize(
+    ("before", "received"), [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, None)], ids=["heard", "nohup"]
+)
+def test_a_terminal_that_closes_sends_its_signal_twice_and_asks_once_unless_nohup_ignores_it(
+    before: signal.Handlers, received: signal.Signals | None
+) -> None:
+    tests_own = signal.signal(signal.SIGHUP, before)  # they may run under nohup
     try:
         with StopSignals() as signals:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGHUP)
-            assert (signals.received, signals.wants_haste) == (signal.SIGHUP, False)
+            assert (signals.received, signals.wants_haste) == (received, False)
     finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopSignals() as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.received is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, tests_own)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import run_python
+from commands import run_python, speaking
 
 from swift_stage2.runtime.worker import start_worker
 
@@ -120,12 +120,8 @@ def test_the_kernel_ends_it_with_its_rank_although_another_process_holds_the_ran
         "print(process.pid, holder, flush=True)\n"
         "time.sleep(60)\n"
     )
-    path = os.pathsep.join(sys.path)
-    with subprocess.Popen(
-        [sys.executable, "-c", rank], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
-    ) as process:
-        assert process.stdout is not None
-        worker, holder = (psutil.Process(int(pid)) for pid in process.stdout.readline().split())
+    with speaking("-c", rank) as (process, said):
+        worker, holder = (psutil.Process(int(pid)) for pid in said.split())
         process.kill()
         try:
             psutil.wait_procs([worker], timeout=PATIENCE_S)
@@ -162,20 +158,9 @@ if __name__ == "__main__":
 
 def test_a_spawned_process_has_the_same_environment_and_is_ended_with_its_rank(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(SPAWNED)
-    variables = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "3",
-    }
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "rank.py")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | variables,
-    ) as process:
-        assert process.stdout is not None
-        pid, *words = process.stdout.readline().split()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}
+    with speaking(tmp_path / "rank.py", **variables) as (process, said):
+        pid, *words = said.split()
         assert words == [
             "RANK=None", "WORLD_SIZE=None", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=3", "LOG_LEVEL=ERROR"
         ]  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fake_rollout_server import Answer, Behaviour, FakeRolloutServer, outputs
 from stock_engines import StandInEngine, stock_server
@@ -78,12 +76,6 @@ def test_of_a_server_that_asks_again_the_first_turn_counts(
         else:
             with pytest.raises(ServerFault, match="answers the canary with other tokens"):
                 prove_server(session, spec, wire.ServerInfo(stock=True), {})
-
-
-@pytest.fixture
-def server() -> Iterator[FakeRolloutServer]:
-    with FakeRolloutServer() as running:
-        yield running
 
 
 def world_size(body: bytes, status: int = 200) -> Behaviour:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from builders import config_of
 from datasets import Dataset
-from real_model import STAGE1, make_task
-from sft_run import build_trainer, channel_a_alone
+from real_model import STAGE1, Rows, make_task
+from sft_run import our_trainer
 from swift.pipelines.export.cached_dataset import ExportCachedDataset
 
-from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.checks.checks import check_data
 from swift_stage2.checks.preparation import prepare_learner
@@ -36,11 +35,10 @@ def cached(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_trained_and_drawn_as_its_files_would_be(
-    cached: Path, rows: list[dict[str, Any]], rows_file: Path, tmp_path: Path
+    cached: Path, rows: Rows, rows_file: Path, tmp_path: Path
 ) -> None:
     def trainer(name: str, file: Path | None, **swift: Any) -> Any:
-        given = {"stage2": channel_a_alone()}
-        return build_trainer(file, tmp_path / name, trainer=Stage2Trainer, given=given, **swift)
+        return our_trainer(file, tmp_path / name, **swift)
 
     ours, files = trainer("ours", None, cached_dataset=cached), trainer("files", rows_file)
     drawn = _rows_of(ours.train_dataset)
@@ -51,9 +49,7 @@ def test_it_is_trained_and_drawn_as_its_files_would_be(
         assert ours.train_dataset[0][name] == files.train_dataset[0][name]
 
 
-def test_the_doctor_reads_it(
-    cached: Path, rows: list[dict[str, Any]], rows_file: Path, tmp_path: Path
-) -> None:
+def test_the_doctor_reads_it(cached: Path, rows: Rows, rows_file: Path, tmp_path: Path) -> None:
     swift = {
         "model": str(STAGE1),
         "model_type": TINY_VL,

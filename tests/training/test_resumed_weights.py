@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sft_run import build_trainer, channel_a_alone
+from sft_run import our_trainer
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -20,8 +19,7 @@ NUM_STEPS, STOPPED_AFTER = 4, 2
 
 def train(rows_file: Path, output: Path, resume: Path | None = None, **arguments: Any) -> Any:
     settings = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 1, **arguments}
-    given = {"stage2": channel_a_alone()}
-    trainer = build_trainer(rows_file, output, trainer=Stage2Trainer, given=given, **settings)
+    trainer = our_trainer(rows_file, output, **settings)
     trainer.train(str(resume) if resume else None)
     return trainer
 

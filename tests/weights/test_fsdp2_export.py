@@ -13,7 +13,7 @@ _PROGRAM = Path(__file__).with_name("two_rank_fsdp2.py")
 
 @pytest.fixture(scope="module")
 def exports() -> list[dict[str, Any]]:
-    return exports_of(_PROGRAM, {"OMP_NUM_THREADS": "1"})
+    return exports_of(_PROGRAM, {})
 
 
 @pytest.mark.parametrize("tuner", ["full", "lora"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
+from fake_rollout_server import Answer, Call, FakeRolloutServer
 from fake_staging_server import FakeStagingServer
 from torch import nn
 from weight_updates import make_updates, server_at
@@ -29,12 +29,6 @@ from swift_stage2.weights.waited_updates import WaitedUpdates
 
 LIMIT_S = 60.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each
-ONE_TOKEN = {
-    "response": {
-        "choices": [{"message": {"content": "a"}, "finish_reason": "stop", "token_ids": [1]}],
-        "prompt_token_ids": [1],
-    }
-}
 
 
 def weights() -> nn.ParameterList:
@@ -132,10 +126,7 @@ def firsts(transport: Transport) -> list[float]:
 
 @pytest.fixture
 def servers() -> Iterator[list[FakeRolloutServer]]:
-    def one_token(call: Any) -> Any:
-        return outputs([ONE_TOKEN])
-
-    with FakeRolloutServer(on_infer=one_token) as first, FakeRolloutServer(on_infer=one_token) as second:
+    with FakeRolloutServer() as first, FakeRolloutServer() as second:
         yield [first, second]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
+from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer
 from weight_updates import delivery, make_updates, mark_suspect, server_at
 
 from swift_stage2 import wire
@@ -48,18 +47,6 @@ class RecordedTransport(WeightTransport):
 
     def close(self, deadline: Deadline) -> None:
         self.closed_by = threading.current_thread().name
-
-
-@pytest.fixture
-def server() -> Iterator[FakeRolloutServer]:
-    one_token = {
-        "response": {
-            "choices": [{"message": {"content": "a"}, "finish_reason": "stop", "token_ids": [1]}],
-            "prompt_token_ids": [1],
-        }
-    }
-    with FakeRolloutServer(on_infer=lambda call: outputs([one_token])) as server:
-        yield server
 
 
 def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: float = 20.0) -> WaitedUpdates:
