@@ -16,8 +16,11 @@ from pydantic import Field, FiniteFloat
 from swift_stage2.channel_b.parsing import Span
 
 _DECIMALS = 5
+_MOST_BEFORE = 16
 _UNKNOWN = "\ufffd"  # what tokenizers write for bytes that are no whole character
-_LogProbs: TypeAlias = Annotated[tuple[Annotated[FiniteFloat, Field(le=0)], ...], Field(min_length=1)]
+_LogProbs: TypeAlias = Annotated[
+    tuple[Annotated[FiniteFloat, Field(ge=-3.4e38, le=0)], ...], Field(min_length=1)
+]
 
 
 class ScoreWay(StrEnum):
@@ -56,14 +59,14 @@ def object_log_probs(
     log_probs: Sequence[float] | None,
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[ObjectLogProbs, ...] | None:
-    """Of every object of an answer ``text``; None where the server gave none for its tokens, or they spell another.
+    """Of every object of a turn's ``text``; None where the server gave none for its tokens, or they spell another.
 
     ``places`` are the objects' own, as ``PredictedObject`` has them; ``log_probs`` are one per token; ``decode`` spells
     tokens, special ones too. The end of turn may follow the text.
     """
     if log_probs is None or len(log_probs) != len(token_ids) or not decode(token_ids).startswith(text):
         return None
-    spans = token_spans(token_ids, decode)
+    spans = token_spans(token_ids, decode) if places else []
 
     def of(parts: Sequence[Span]) -> tuple[float, ...]:
         touched = (any(start < end and begin < stop for begin, end in parts) for start, stop in spans)
@@ -79,7 +82,7 @@ def token_spans(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     """The characters of each token; those that share a character all have it.
 
     Tokens are spelt behind a few others, for some tokenizers spell a first one without its space: from the last one on
-    that is spelt alike alone and there.
+    that is spelt alike alone and there, or from a few before if none is.
     """
     spans: list[Span] = []
     first = origin = 0  # a token, and where its text begins
@@ -90,4 +93,6 @@ def token_spans(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
         alone = decode([token])
         if alone and _UNKNOWN not in alone and said.endswith(alone):
             first, origin, said = number, origin + len(said) - len(alone), alone
+        elif number - first >= _MOST_BEFORE and not said.endswith(_UNKNOWN):
+            first, origin, said = number + 1, origin + len(said), ""
     return spans

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.data.files import require_boxes
 from swift_stage2.data.picture import UNREADABLE, look_at
 from swift_stage2.data.prediction import (
     LabelledBoxes,
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Raises UserError: what is there cannot be exported or written; then nothing is."""
     options = _parse(argv)
     check_new_file(options.output, force=options.force, sources=[options.rows])
+    require_boxes(options.rows, "export coco")
     try:
         with whole_file(options.output) as file, progress_bar(None, f"export {options.rows}"):
             content = coco_of(options.rows, options.images)

@@ -86,6 +86,14 @@ def coordinates_in(files: Iterable[Path]) -> int:
     return 4
 
 
+def require_boxes(file: Path, command: str) -> None:
+    """Raises DatasetError: the file's first object is a point, or it cannot be read."""
+    if coordinates_in([file]) == 2:
+        raise DatasetError(
+            f"{command} is of boxes", got=f"{file}, which has points", remedy="give a file of boxes"
+        )
+
+
 class Rule(StrEnum):
     """The rules that a row can break, in the order in which they are told."""
 

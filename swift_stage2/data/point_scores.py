@@ -75,7 +75,7 @@ class PointScores(CountedScores):
             near += [begins[1][number] + other for _, other in pairs]
             ones, others = np.nonzero(same & _inside(row, points, same, size))
             inside += [begins[1][number] + other for _, other in assign(ones, others, np.ones(len(ones)))]
-        self.has_regions = all("region" in row.row["objects"] for row in rows if row.truth)
+        self.has_regions = all(row.row["objects"].get("region") is not None for row in rows if row.truth)
         found = {"near": near, "inside": inside} if self.has_regions else {"near": near}
         images = data.predicted.images, data.truth.images
         super().__init__(

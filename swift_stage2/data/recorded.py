@@ -175,6 +175,9 @@ class EvaluationKeeper:
             lines = (line for part in parts for line in part.splitlines())
             rows = sorted((_FORM.validate_json(line) for line in lines), key=lambda row: row.row)
             rows = with_scores(rows)
+            lacking = sum(bool(row.objects.bbox) and row.log_probs is None for row in rows)
+            if lacking and any(row.log_probs for row in rows):
+                faults.append(f"{lacking} answers have no log-probabilities, so objects have no scores")
             try:
                 self._write(evaluation, rows)
             except OSError as error:

@@ -19,6 +19,8 @@ from scipy.ndimage import distance_transform_edt
 from swift_stage2.data.sources import numbers
 from swift_stage2.errors import SampleError
 
+_MOST_PIXELS = 178_956_970  # Pillow's own limit
+
 Mask = NDArray[np.uint8]
 """Shape (height, width), 0 or 1."""
 
@@ -45,9 +47,10 @@ def mask_of(segmentation: Any, size: tuple[int, int]) -> Mask:
     """
     width, height = size
     is_mask = isinstance(segmentation, Mapping) and segmentation.get("size") == [height, width]
-    if is_mask or (
-        isinstance(segmentation, list) and all(len(numbers(each) or ()) >= 6 for each in segmentation)
-    ):
+    if isinstance(segmentation, list):
+        sizes = [len(numbers(each) or ()) for each in segmentation]
+        is_mask = all(each >= 6 and each % 2 == 0 for each in sizes)
+    if is_mask and width * height <= _MOST_PIXELS:
         try:
             found = mask.frPyObjects(segmentation, height, width)
             decoded: Mask = mask.decode(mask.merge(found) if isinstance(found, list) else found)

@@ -203,7 +203,7 @@ class _Asking:
             [each.places for each in found],
             completion.text,
             completion.token_ids,
-            completion.log_probs,
+            None if completion.turns else completion.log_probs,
             self.encoder.decode,
         )
         return Prediction(

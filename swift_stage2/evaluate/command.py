@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_options(argv)
     rows = read_rows(options.data, coordinates_in([options.data]))
-    if options.radius and coordinates_of_rows(rows) == 4:
-        raise UserError(
-            "--radius is of points", got=f"{options.data}, which has boxes", remedy="leave it out"
-        )
+    has_points = coordinates_of_rows(rows) == 2
+    if (options.radius and not has_points) or (has_points and options.score and not _asks(options)):
+        rule, what = ("--score is of boxes", "points") if has_points else ("--radius is of points", "boxes")
+        raise UserError(rule, got=f"{options.data}, which has {what}", remedy="leave it out")
     if _asks(options) or options.output or not options.json:
         check_folder(options.output or _FOLDER)
     facts, sections, num_missing = (_compare if options.compare else _evaluate)(rows, options)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.config import MatchingConfig, MissedOrder
-from swift_stage2.data.files import coordinates_in
+from swift_stage2.data.files import require_boxes
 from swift_stage2.data.prediction import TrueRow, answer_dialect, read_rows
 from swift_stage2.data.row_check import BOX_MARK, LABEL_MARK
 from swift_stage2.errors import DatasetError, MatchingError, SampleError, UserError
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     check_new_file(options.output, force=options.force, sources=[options.data])
-    if coordinates_in([options.data]) != 4:
-        raise UserError("correct knows boxes only", got=f"{options.data}, which has points")
+    require_boxes(options.data, "correct")
     rows = read_rows(options.data)
     _require_marks(rows)
     task = DetectionTask(

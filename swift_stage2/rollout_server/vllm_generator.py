@@ -180,7 +180,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             log_probs=_log_probs(choice.logprobs) if request.sampling.logprobs else None,
         )
         said = Turns() if self.scheduler is None else Turns.from_json(vars(output))
-        whole = as_one(last, said, needs_log_probs=bool(request.sampling.logprobs))
+        whole = as_one(last, said, needs_log_probs=False)  # who asks knows
         spans = _of_all(turns, len(whole.prompt_token_ids), len(last.prompt_token_ids + last.token_ids))
         return replace(whole, **weights_of(spans))
 

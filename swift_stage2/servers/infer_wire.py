@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, compress
 from typing import Annotated, Any, Literal, TypeAlias
@@ -280,6 +281,14 @@ def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ())
                 f"num_tokens={len(each.token_ids)}"
             )
     return completions
+
+
+def remove_log_probs(data: Any) -> None:
+    """From an ``/infer/`` reply, in place, as far as it is one."""
+    with suppress(LookupError, TypeError, AttributeError):
+        for output in data:
+            output.pop("rollout_logprobs", None)
+            output["response"]["choices"][0].pop("logprobs", None)
 
 
 def output_json(

@@ -61,10 +61,10 @@ def test_nobody_asks_without_need_and_an_evaluation_has_none(server: FakeRollout
 def test_what_is_only_wished_for_may_be_missing(server: FakeRolloutServer) -> None:
     settings = RequestSettings(DECODING, wished=(LOG_PROBS,))
     found = {}
-    for values in (None, (-0.25, -1.5)):
+    for values in (None, (-1.0,), (-0.25, -1.5)):
         server.on_infer = with_log_probs(values)
         found[values] = {rollout.log_probs for rollout in ask(server, (), settings).rollouts}
-    assert found == {None: {None}, (-0.25, -1.5): {(-0.25, -1.5)}}
+    assert found == {None: {None}, (-1.0,): {None}, (-0.25, -1.5): {(-0.25, -1.5)}}
     assert all(call.config["logprobs"] for call in server.infer_calls)
 
 

@@ -61,6 +61,18 @@ def test_tokens_that_share_a_character_have_it_each(text: str, places: list[int]
         assert span == (touched[0], touched[-1] + 1)
 
 
+def test_an_answer_whose_tokens_are_parts_of_characters_is_spelt_a_few_tokens_at_a_time() -> None:
+    whole, sizes = ("😀" * 500).encode(), list[int]()
+
+    def decode(numbers: Sequence[int]) -> str:
+        sizes.append(len(numbers))
+        return b"".join(whole[2 * number : 2 * number + 2] for number in numbers).decode(errors="replace")
+
+    spans = token_spans(range(1000), decode)
+    assert spans == [(number // 2, number // 2 + 1) for number in range(1000)]
+    assert max(sizes) < 20
+
+
 def test_an_object_has_the_tokens_of_its_label_and_of_its_coordinates() -> None:
     pieces = ['[{"bbox_2d": [', "1", "0, ", "2", ", 30, 4", "0", '], "label": "ca', "r", '"}]', "<|im_end|>"]
     values = [-float(number) for number in range(len(pieces))]

@@ -154,6 +154,7 @@ BOXES, POINT, BOX = row(A, ONE_BOX), line(A, ONE), line(A, ONE_BOX)
         ([BOXES], [POINT], (), "p.jsonl:1: objects.bbox must hold boxes of four numbers"),
         ([row(A, [])], [POINT], (), "p.jsonl:1: objects.bbox must hold boxes"),
         ([BOXES], [BOX], ("--radius", 9), "--radius is of points"),
+        (TRUTH, [POINT], ("--score", "none"), "--score is of boxes"),
         ([row(A, [])], [], ("--radius", 9), "--radius is of points"),
         ([TRUTH[0], BOXES], [], (), "val.jsonl:2: a point must be two numbers"),
         ([row(A, [*ONE, *ONE_BOX])], [], (), "val.jsonl:1: a point must be two numbers"),

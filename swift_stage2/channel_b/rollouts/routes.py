@@ -15,7 +15,7 @@ from typing import Any
 
 from swift_stage2 import wire
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
-from swift_stage2.columns import asked_by
+from swift_stage2.columns import LOG_PROBS, asked_by
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.servers import infer_wire, vllm_serve
 from swift_stage2.servers.session import ServerHttp, run
@@ -52,15 +52,23 @@ class InferRoute(ServerHttp):
         timeout_s: float,
         may_lack: Collection[str] = (),
     ) -> PostResult:
-        """Asks for one completion per request, in order; of the columns asked for they may lack some."""
+        """Asks for one completion per request, in order; of the columns asked for they may lack some.
+
+        Unusable log-probabilities that they may lack spoil no answer.
+        """
         asked = [{**request, infer_wire.REQUEST_ID: uuid.uuid4().hex} for request in requests]
         body = {"infer_requests": asked, "request_config": config}
         most_bytes = infer_wire.most_infer_bytes(len(requests), config["max_tokens"])
         try:
             record = await self.ask("POST", wire.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
-            completions = infer_wire.parse_infer_reply(
-                record, len(requests), asked_by(config).difference(may_lack)
-            )
+            needed = asked_by(config).difference(may_lack)
+            try:
+                completions = infer_wire.parse_infer_reply(record, len(requests), needed)
+            except ProtocolError:
+                if LOG_PROBS.name not in may_lack:
+                    raise
+                infer_wire.remove_log_probs(record)
+                completions = infer_wire.parse_infer_reply(record, len(requests), needed)
             _require_own(asked, completions)
         except (ServerFault, ProtocolError) as error:
             return self.end_of(wire.INFER, error)
