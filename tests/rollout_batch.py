@@ -12,6 +12,7 @@ from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
 from swift_stage2.config import DecodingConfig
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
+Requests = Sequence[Mapping[str, Any]]
 LONGEST_WAIT_S = 60.0
 
 
@@ -49,19 +50,14 @@ def await_settled(client: RolloutClient) -> None:
 
 
 def generate(
-    client: RolloutClient,
-    samples: Sequence[Sample],
-    requests: Sequence[Mapping[str, Any]],
-    terms: RequestSettings | None = None,
+    client: RolloutClient, samples: Sequence[Sample], requests: Requests, terms: RequestSettings | None = None
 ) -> BatchOutcome:
     """One outcome of all shares, in the order of ``samples``. Nothing else may be out."""
     client.submit(samples, requests, terms)
     return collect(client, samples)
 
 
-def ask(
-    client: RolloutClient, requests: Sequence[Mapping[str, Any]], terms: RequestSettings | None = None
-) -> BatchOutcome:
+def ask(client: RolloutClient, requests: Requests, terms: RequestSettings | None = None) -> BatchOutcome:
     """The outcome of these requests, each of a row of its own."""
     samples = [Sample(SampleKey(0, n, n), {}) for n in range(len(requests))]
     return generate(client, samples, requests, terms)

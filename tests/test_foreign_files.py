@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from PIL import Image
+from data.row_files import make_image, make_row, write_rows
 from rich.text import Text
 
 from swift_stage2.cli import main
@@ -17,10 +18,10 @@ from swift_stage2.runtime.output import SafeConsole
 from swift_stage2.whole_file import MOST_BYTES, open_regular, read_regular, regular_lines
 
 pytestmark = pytest.mark.timeout(60)
-ROW = {
-    "messages": [{"role": "user", "content": "<image>Find."}, {"role": "assistant", "content": "[]"}],
-    "objects": {"ref": [], "bbox": []},
-}
+
+
+def row_of(image: Path) -> dict[str, Any]:
+    return make_row(str(image), answer="[]", labels=(), boxes=(), prompt="<image>Find.")
 
 
 def pipe(path: Path) -> Path:
@@ -36,13 +37,6 @@ def endless(path: Path) -> Path:
 def sparse(path: Path) -> Path:
     path.touch()
     os.truncate(path, MOST_BYTES + 1)
-    return path
-
-
-def write_rows(folder: Path) -> Path:
-    Image.new("RGB", (8, 8)).save(folder / "a.png")
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps(ROW | {"images": [str(folder / "a.png")]}) + "\n")
     return path
 
 
@@ -63,7 +57,8 @@ def prepared(folder: Path) -> Path:
     for name in ("voc", "labels", "events"):
         (folder / name).mkdir()
     (folder / "labels" / "classes.txt").write_text("cat\n")
-    return write_rows(folder)
+    make_image(folder / "a.png", (8, 8))
+    return write_rows(folder / "rows.jsonl", [row_of(folder / "a.png")])
 
 
 @pytest.mark.parametrize("spoil", [pipe, endless])
@@ -103,8 +98,7 @@ def test_no_command_has_a_terminal_obey_a_path_or_a_label(
     (folder / "labels" / "a.txt").write_text("7 0.5 0.5 0.1 0.1")
     (folder / f"b{OBEYED}.png").write_bytes(b"no picture")
     (folder / "labels" / f"b{OBEYED}.txt").write_text("0 0.5 0.5 0.1 0.1")
-    broken = folder / "broken.jsonl"
-    broken.write_text(json.dumps(ROW | {"images": [str(folder / f"none{OBEYED}.png")]}) + "\n")
+    broken = write_rows(folder / "broken.jsonl", [row_of(folder / f"none{OBEYED}.png")])
     answers = folder / "p.jsonl"
     answers.write_text(f'{{"{json.dumps(OBEYED)[1:-1]}": 1}}\n')
     for command in (

@@ -1,4 +1,4 @@
-"""One of two gloo ranks whose snapshot gets stuck on one of them; started by ``test_watches.py``.
+"""One of two gloo ranks whose snapshot gets stuck on one of them; started by ``test_process_watches.py``.
 
 The snapshot is the real one. ``gather`` and ``canary``: rank 1 fails inside what both must do together, before it meets
 rank 0 there. ``main_thread``: rank 0 alone blocks for ever while it reads weights. Ends as ``train`` does.

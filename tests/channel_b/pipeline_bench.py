@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from builders import matched_of
 from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, rollout_of
+from rollout_batch import Requests
 
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import Encoder
@@ -155,10 +156,7 @@ class StandInClient:
         )
 
     def submit(
-        self,
-        samples: Sequence[Sample],
-        requests: Sequence[Mapping[str, Any]],
-        settings: RequestSettings | None = None,
+        self, samples: Sequence[Sample], requests: Requests, settings: RequestSettings | None = None
     ) -> None:
         assert len(samples) == len(requests) > 0
         self.in_hand.append((tuple(samples), settings))

@@ -5,7 +5,6 @@ That is trained, quarantined, or outstanding in its source.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from channel_b.pipeline_bench import (
     make_bench,
     server_encoder,
 )
+from data.row_files import write_rows
 from real_model import PACKING_LENGTH, Rows, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
@@ -226,8 +226,7 @@ def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
         {**rows[2], "objects": {"ref": ["x"], "bbox": []}},
         *rows[3:6],
     ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in spoilt), encoding="utf-8")
+    file = write_rows(tmp_path / "rows.jsonl", spoilt)
     bench = make_bench(spoilt, origins=RowOrigins([file]))
     good_only = bench.client.answer_all
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import rollout_batch
 from as_sampled import AsSampled
 from fake_rollout_server import FakeRolloutServer
 from real_model import Rows, make_encoder, make_task, rollout_of
+from rollout_batch import Requests
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor
@@ -64,10 +65,7 @@ class StandInClient:
         self._finished: deque[BatchOutcome] = deque()
 
     def submit(
-        self,
-        samples: Sequence[Sample],
-        requests: Sequence[Mapping[str, Any]],
-        settings: RequestSettings | None = None,
+        self, samples: Sequence[Sample], requests: Requests, settings: RequestSettings | None = None
     ) -> None:
         assert len(samples) == len(requests) > 0
         self.asked.append([sample.key.index for sample in samples])

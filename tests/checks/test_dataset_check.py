@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import config_of
-from data.row_files import SIZE, make_row
+from data.row_files import make_image, make_row, write_rows
 from golden import Golden, name_of
-from PIL import Image
 
 from swift_stage2.checks.checks import check_data
 from swift_stage2.data.survey import survey
@@ -19,15 +17,11 @@ from swift_stage2.errors import DatasetError
 
 @pytest.fixture
 def row(tmp_path: Path) -> dict[str, Any]:
-    Image.new("RGB", SIZE).save(tmp_path / "a.png")
-    return make_row(str(tmp_path / "a.png"), boxes=[[1, 2, 40, 30]])
+    return make_row(make_image(tmp_path / "a.png"), boxes=[[1, 2, 40, 30]])
 
 
 def _write(directory: Path, *lines: Any) -> Path:
-    path = directory / "rows.jsonl"
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    return path
+    return write_rows(directory / "rows.jsonl", lines)
 
 
 def check_datasets(swift: dict[str, Any], **channel_b: Any) -> None:

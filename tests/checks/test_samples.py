@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from builders import config_of
-from data.row_files import ANSWER, make_row
+from data.row_files import ANSWER, make_image, make_row, write_rows
 from detection_task import make_task
-from PIL import Image
-from real_model import make_encoder, make_template, sample_of
+from real_model import Rows, make_encoder, make_template, sample_of
 
 from swift_stage2 import try_task
 from swift_stage2.channel_b.encoding import Encoder
@@ -50,13 +49,12 @@ def mixed_rows(tmp_path: Path) -> list[dict[str, Any]]:
     ]
     for number in range(15):
         size = sizes[number % 5]
-        path = tmp_path / f"{number}.png"
-        Image.new("RGB", size).save(path)
+        image = make_image(tmp_path / f"{number}.png", size)
         count = 1 + number % 4 * (number + 1)
         boxes, labels = [[0, 1, size[0] // 2, size[1]]] * count, ["red circle"] * count
         answer = f"[{', '.join([ANSWER[1:-1]] * count)}]"
         prompt = prompts[number % 3]
-        rows.append(make_row(str(path), answer=answer, labels=labels, boxes=boxes, prompt=prompt))
+        rows.append(make_row(image, answer=answer, labels=labels, boxes=boxes, prompt=prompt))
     return rows
 
 
@@ -66,7 +64,7 @@ def _config(packing_length: int, max_new_tokens: int) -> Stage2Config:
 
 
 def test_a_pack_must_hold_a_prompt_and_its_answer_which_is_written_as_channel_a_writes_it(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     sample = sample_of(rows[0])
     num_prompt = len(encoder.encode_prompt(sample).token_ids)
@@ -88,9 +86,7 @@ def test_a_pack_must_hold_a_prompt_and_its_answer_which_is_written_as_channel_a_
         check_sample(_config(needed, 100), encoder, make_task("object_map"), sample, RowOrigins())
 
 
-def test_bad_rows_are_no_reason_not_to_start_unless_all_are(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_bad_rows_are_no_reason_not_to_start_unless_all_are(encoder: Encoder, rows: Rows) -> None:
     spoilt: list[dict[str, Any]] = [
         {**row, "images": ["/nowhere/a.png"]} if number % 2 else {**row, "objects": None}
         for number, row in enumerate(rows[:8])
@@ -104,7 +100,7 @@ def test_bad_rows_are_no_reason_not_to_start_unless_all_are(
         usable_samples(spoilt, 1, encoder, make_task(), 3, range(8))
 
 
-def _true_lengths(rows: list[dict[str, Any]], encoder: Encoder) -> list[tuple[int, int]]:
+def _true_lengths(rows: Rows, encoder: Encoder) -> list[tuple[int, int]]:
     """(prompt, answer) of each row, as channel A encodes the whole of it."""
     template = make_template()
     found = []
@@ -115,7 +111,7 @@ def _true_lengths(rows: list[dict[str, Any]], encoder: Encoder) -> list[tuple[in
     return found
 
 
-def _measured(config: Stage2Config, rows: list[dict[str, Any]], encoder: Encoder, *files: Path) -> RowLengths:
+def _measured(config: Stage2Config, rows: Rows, encoder: Encoder, *files: Path) -> RowLengths:
     """As three ranks measure their shares and join them."""
     origins = RowOrigins(files)
     return RowLengths.merged(
@@ -126,9 +122,7 @@ def _measured(config: Stage2Config, rows: list[dict[str, Any]], encoder: Encoder
     )
 
 
-def test_every_row_is_as_long_as_the_template_makes_it(
-    encoder: Encoder, mixed_rows: list[dict[str, Any]]
-) -> None:
+def test_every_row_is_as_long_as_the_template_makes_it(encoder: Encoder, mixed_rows: Rows) -> None:
     expected = _true_lengths(mixed_rows, encoder)
     for number in range(len(expected)):
         lengths = measure_lengths(
@@ -142,13 +136,12 @@ def test_every_row_is_as_long_as_the_template_makes_it(
 
 
 def test_rows_that_the_task_refuses_are_counted_and_one_is_named(
-    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+    tmp_path: Path, encoder: Encoder, mixed_rows: Rows
 ) -> None:
     rows = [dict(row) for row in mixed_rows]
     for number in (3, 7):
         rows[number]["objects"] = {"ref": ["a"], "bbox": []}
-    file, config = tmp_path / "rows.jsonl", _config(4096, 512)
-    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    file, config = write_rows(tmp_path / "rows.jsonl", rows), _config(4096, 512)
     lengths = _measured(config, rows, encoder, file)
     assert (lengths.num_rows, lengths.num_unusable) == (13, 2)
     ((found, remedy),) = lengths.troubles(config)
@@ -159,10 +152,9 @@ def test_rows_that_the_task_refuses_are_counted_and_one_is_named(
 
 
 def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
-    tmp_path: Path, encoder: Encoder, mixed_rows: list[dict[str, Any]]
+    tmp_path: Path, encoder: Encoder, mixed_rows: Rows
 ) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in mixed_rows) + "\n")
+    file = write_rows(tmp_path / "rows.jsonl", mixed_rows)
     expected = _true_lengths(mixed_rows, encoder)
     totals, answers = [sum(each) for each in expected], [answer for _, answer in expected]
     packing, new = sorted(totals)[9], sorted(answers)[11]
@@ -268,7 +260,7 @@ class _Broken(Task):
         return
 
 
-def _samples(task: Task, rows: list[dict[str, Any]]) -> list[Sample]:
+def _samples(task: Task, rows: Rows) -> list[Sample]:
     return [Sample(SampleKey(0, 0, 0), row, task.read_truth(row)) for row in rows[:2]]
 
 
@@ -295,7 +287,7 @@ def _choose(rollout: Any, target: Target) -> Target:
     ],
 )
 def test_a_task_that_breaks_on_a_word_a_real_a_cut_or_any_answer_is_told_before_a_run(
-    encoder: Encoder, rows: list[dict[str, Any]], spoil: Any, told: str
+    encoder: Encoder, rows: Rows, spoil: Any, told: str
 ) -> None:
     task = _Broken(spoil)
     with pytest.raises(TaskError, match=re.escape(told)) as caught, task_faults(task):
@@ -307,7 +299,7 @@ def test_a_task_that_breaks_on_a_word_a_real_a_cut_or_any_answer_is_told_before_
 
 
 def test_what_costs_one_sample_is_no_fault_and_faults_elsewhere_are_not_the_tasks(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     for task in (_Broken(_choose), _Broken(lambda rollout, target: target), make_task()):
         try_answers(encoder, task, _samples(task, rows))
@@ -317,9 +309,7 @@ def test_what_costs_one_sample_is_no_fault_and_faults_elsewhere_are_not_the_task
         raise SampleError("no")
 
 
-def test_a_task_is_tried_on_one_row_without_a_model(
-    rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_is_tried_on_one_row_without_a_model(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = str(rows[0]["messages"][-1]["content"])
     target = try_task(_Broken(lambda rollout, target: target), rows[0], "two")
     assert (target.text, target.token_ids) == (answer, tuple(map(ord, answer)))
