@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from detection_task import make_task
-from peft.tuners.lora import LoraLayer
 from real_model import Rows, make_encoder, objects_of, rollout_of, sample_of, tiny_model
 from sft_run import our_trainer
 from swift.trainers import Seq2SeqTrainer
@@ -329,6 +328,8 @@ def test_what_gradient_checkpointing_computes_again_has_the_adapter_on(
     use_reentrant: bool,
 ) -> None:
     """The reference's forward pass, which has it off, comes before: loss and gradients stay as they are without."""
+    from peft.tuners.lora import LoraLayer  # at the top it came before the operators that it needs
+
     trainer = held_trainer(rows_file, tmp_path / "out", 1.0, 0.3)
     trained, batch = adapter_of(trainer), encoder.collate(segments_of(rollouts, encoder))
     adapted = [module for module in trainer.model.modules() if isinstance(module, LoraLayer)]
