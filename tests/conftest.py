@@ -117,11 +117,17 @@ def _torchruns_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def forever() -> Iterator[threading.Event]:
-    """An event that never comes while the test runs, and lets go of every handler afterwards."""
+def gate() -> Iterator[threading.Event]:
+    """The gate that a held answer waits for; opened at the end in any case."""
     event = threading.Event()
     yield event
     event.set()
+
+
+@pytest.fixture
+def forever(gate: threading.Event) -> threading.Event:
+    """An event that never comes while the test runs, and lets go of every handler afterwards."""
+    return gate
 
 
 @pytest.fixture

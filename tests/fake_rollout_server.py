@@ -72,18 +72,18 @@ def output(text: str, *, finish_reason: str = "stop", **stamp: Any) -> dict[str,
     return item
 
 
-def outputs(items: list[dict[str, Any]], **answer: Any) -> Answer:
-    return Answer(body=json.dumps(items).encode(), **answer)
+def json_answer(body: Any, **answer: Any) -> Answer:
+    return Answer(body=json.dumps(body).encode(), **answer)
 
 
 def echo(call: Call, **answer: Any) -> Answer:
     """Every request answered by its own text."""
-    return outputs([output(f"echo {text}") for text in call.texts], **answer)
+    return json_answer([output(f"echo {text}") for text in call.texts], **answer)
 
 
 def stamped(**stamp: Any) -> Behaviour:
     """Echo with a stamp on every completion."""
-    return lambda call: outputs([output(f"echo {text}", **stamp) for text in call.texts])
+    return lambda call: json_answer([output(f"echo {text}", **stamp) for text in call.texts])
 
 
 def _named(answer: Answer, call: Call) -> Answer:

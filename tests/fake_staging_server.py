@@ -6,12 +6,11 @@ call; one that returns nothing has only looked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fake_rollout_server import Answer, Call, FakeRolloutServer, output, outputs
+from fake_rollout_server import Answer, Call, FakeRolloutServer, json_answer, output
 
 from swift_stage2 import wire
 
@@ -37,11 +36,11 @@ class FakeStagingServer(FakeRolloutServer):
 
     def _tell(self, call: Call) -> Answer:
         info = wire.ServerInfo(False, INCARNATION, state="serving", manifest=self.manifest)
-        return self._hooked(call) or _says(info.to_json())
+        return self._hooked(call) or json_answer(info.to_json())
 
     def _answer(self, call: Call) -> Answer:
         stamp = {"weight_version": self.proofs[-1]["version"], "run_id": self.proofs[-1]["run_id"]}
-        return self._hooked(call) or outputs([output("a", **stamp)])
+        return self._hooked(call) or json_answer([output("a", **stamp)])
 
     def _obey(self, call: Call) -> Answer:
         if (answer := self._hooked(call)) is not None:
@@ -49,17 +48,13 @@ class FakeStagingServer(FakeRolloutServer):
         if call.path == wire.WEIGHTS:
             self.offered.append(call.body)
             self.mapped.append(Path(call.body["path"]).read_bytes())
-            return _says(wire.OfferAnswer(True, "mapped").to_json())
+            return json_answer(wire.OfferAnswer(True, "mapped").to_json())
         wanted = wire.InstallRequest.from_json(call.body)
         sums, names = wanted.checksums, tuple(wanted.checksums)
         proof = wire.WeightProof(wanted.run_id, wanted.version, INCARNATION, sums, sums, names).to_json()
         self.proofs.append(proof)
-        return _says(proof)
+        return json_answer(proof)
 
     def _hooked(self, call: Call) -> Answer | None:
         hook = self.hooks.get(call.path)
         return hook(call) if hook is not None else None
-
-
-def _says(body: Any) -> Answer:
-    return Answer(body=json.dumps(body).encode())

@@ -50,14 +50,10 @@ class LiveMerger:
     def abandoned_call(self, path: str, body: Any) -> socket.socket:
         """A connection that has sent its whole call; closing it is what a caller does that gives up."""
         raw = json.dumps(body).encode()
-        connection = self.half_call(path, raw, len(raw))
-        return connection
-
-    def half_call(self, path: str, raw: bytes, num_bytes: int) -> socket.socket:
         host, port = self.url.removeprefix("http://").split(":")
         connection = socket.create_connection((host, int(port)), timeout=LONGEST_WAIT_S)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-        connection.sendall(head.encode() + raw[:num_bytes])
+        connection.sendall(head.encode() + raw)
         return connection
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fake_rollout_server import Answer, Call, FakeRolloutServer, output
+from fake_rollout_server import Answer, Call, FakeRolloutServer, json_answer, output
 
 from swift_stage2 import wire
 
@@ -78,7 +77,7 @@ def stock_server(*engines: StandInEngine, tensor_parallel_size: int = 1) -> Fake
             return Answer(status=404)
         body = (call.body["infer_requests"], call.body["request_config"]) if call.path == wire.INFER else ()
         said = asyncio.run(methods[_ROUTES[call.path]](swift, *body))
-        return Answer(body=json.dumps(said).encode())
+        return json_answer(said)
 
     return FakeRolloutServer(on_infer=answer, on_reset=answer, on_get=answer)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_rollout_server import Answer, FakeRolloutServer
+from fake_rollout_server import Answer, FakeRolloutServer, json_answer
 from free_port import free_port
-from real_model import make_encoder, make_template, tiny_model
+from real_model import Rows, make_encoder, make_template, tiny_model
 
 from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
@@ -27,9 +27,12 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
 
+Configure = Callable[..., Stage2Config]
+Start = Callable[..., Stage2Run]
+
 
 @pytest.fixture
-def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
+def configure(tmp_path: Path) -> Configure:
     def configure(
         *urls: str,
         packing_length: int = 4096,
@@ -65,12 +68,6 @@ def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
     return configure
 
 
-@pytest.fixture
-def server() -> Iterator[FakeRolloutServer]:
-    with FakeRolloutServer() as server:  # it knows no /stage2/ path, as a stock server
-        yield server
-
-
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
     return make_encoder(packing_length=4096)
@@ -80,26 +77,31 @@ def _closed_port() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
-def _start(
-    config: Stage2Config, rows: Any, directory: Path, packed_loss: Callable[..., float], **more: Any
-) -> Stage2Run:
-    return assembly.start_run(
-        config,
-        assembly.RunInputs(
-            rows=rows,
-            template=make_template(),
-            module=tiny_model()[0],
-            run_directory=str(directory / "run"),
-            seed=1,
-            total_steps=10,
-            first_step=0,
-            make_canary=lambda encoder, sample: None,  # type: ignore[arg-type, return-value]
-            packed_loss=packed_loss,
-            packs_per_step=1,
-            logging_steps=5,
-            **more,
-        ),
-    )
+@pytest.fixture
+def start(rows: Rows, tmp_path: Path) -> Iterator[Start]:
+    """Starts a run in a directory of its own, which is closed when the test ends."""
+    runs: list[Stage2Run] = []
+
+    def start(config: Stage2Config, rows: Any = rows, **more: Any) -> Stage2Run:
+        given: dict[str, Any] = {
+            "rows": rows,
+            "template": make_template(),
+            "module": tiny_model()[0],
+            "run_directory": str(tmp_path / f"run{len(runs)}"),
+            "seed": 1,
+            "total_steps": 10,
+            "first_step": 0,
+            "make_canary": lambda encoder, sample: None,
+            "packed_loss": _token_count,
+            "packs_per_step": 1,
+            "logging_steps": 5,
+        }
+        runs.append(assembly.start_run(config, assembly.RunInputs(**given | more)))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- servers -----------------------------------------------------------------------------------------
 
 
-def test_a_run_without_any_server_does_not_start(configure: Callable[..., Stage2Config]) -> None:
+def test_a_run_without_any_server_does_not_start(configure: Configure) -> None:
     missing = [_closed_port(), _closed_port()]
     config = configure(*missing, start_timeout_s=1.5)
     with pytest.raises(ServerUnavailable) as caught:
@@ -142,7 +144,7 @@ def test_a_run_without_any_server_does_not_start(configure: Callable[..., Stage2
 
 
 def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, capsys: pytest.CaptureFixture[str]
+    configure: Configure, server: FakeRolloutServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing, warnings = _closed_port(), list[str]()
     config = configure(missing, server.url, start_timeout_s=8.0)
@@ -158,11 +160,11 @@ def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
 
 def _ours(**facts: Any) -> Callable[[Any], Answer]:
     info = wire.ServerInfo(stock=False, **{"state": "serving", "incarnation": "one", **facts})
-    return lambda call: Answer(body=json.dumps(info.to_json()).encode())
+    return lambda call: json_answer(info.to_json())
 
 
 def test_an_absent_server_must_pass_the_checks_of_a_start(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "_JOIN_S", 0.5)
     stock, found = server.on_get, FoundServers(names={"one": "http://127.0.0.1:1"})
@@ -180,7 +182,7 @@ def test_an_absent_server_must_pass_the_checks_of_a_start(
 
 
 def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+    configure: Configure, server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: Answer(status=401, body=b"send the key")
     with pytest.raises(ServerUnavailable, match=r"status 401.* holds no key; export "):
@@ -189,7 +191,7 @@ def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
 
 
 def test_another_program_is_no_stock_server(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel_b_parts, "_WAIT_SLICE_S", 1.0)
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
@@ -207,10 +209,10 @@ def test_another_program_is_no_stock_server(
     ],
 )
 def test_a_server_takes_turns_iff_the_run_does(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, option: str, max_turns: int, words: str
+    configure: Configure, server: FakeRolloutServer, option: str, max_turns: int, words: str
 ) -> None:
     said = {"engine_type": "GRPOVllmEngine", "enable_multi_turn": False, "use_gym_env": False, option: True}
-    server.on_reset = lambda call: Answer(body=json.dumps(said).encode())
+    server.on_reset = lambda call: json_answer(said)
     config = configure(server.url, max_turns=max_turns)
     if not words:
         wait_for_servers(config, SingleRank())
@@ -222,7 +224,7 @@ def test_a_server_takes_turns_iff_the_run_does(
 @pytest.mark.slow
 @pytest.mark.ci
 def test_vllm_without_the_routes_for_weights_is_refused_with_the_line_to_start_it_by(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+    configure: Configure, server: FakeRolloutServer
 ) -> None:
     server.on_get = lambda call: (
         Answer(body=b'{"version": "0.32.0"}') if call.path == "/version" else Answer(status=404)
@@ -231,20 +233,15 @@ def test_vllm_without_the_routes_for_weights_is_refused_with_the_line_to_start_i
         wait_for_servers(configure(server.url), SingleRank())
 
 
-def test_a_fault_that_needs_no_server_is_told_while_servers_load(
-    configure: Callable[..., Stage2Config], rows: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_fault_that_needs_no_server_is_told_while_servers_load(configure: Configure, start: Start) -> None:
     """And what takes long beside it, as the preprocessing process's imports, has begun by then."""
     config = configure(_closed_port(), start_timeout_s=20.0)
     with pytest.raises(ConfigError, match="packed segments must not see each other"):
-        _start(config, rows, tmp_path, lambda batch: math.nan)
+        start(config, packed_loss=lambda batch: math.nan)
 
 
 def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
-    configure: Callable[..., Stage2Config],
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[assembly.Telemetry] = []
     close = assembly.Telemetry.close
@@ -252,7 +249,7 @@ def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
         assembly.Telemetry, "close", lambda telemetry: (closed.append(telemetry), close(telemetry))
     )
     with pytest.raises(ServerUnavailable):
-        _start(configure(_closed_port(), start_timeout_s=0.2), rows, tmp_path, _token_count)
+        start(configure(_closed_port(), start_timeout_s=0.2))
     assert len(closed) == 1
 
 
@@ -313,66 +310,46 @@ def test_hosts_with_different_files_are_told_the_setting_and_both_values() -> No
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    channel_bs: list[Any],
+    configure: Configure, server: FakeRolloutServer, start: Start, channel_bs: list[Any]
 ) -> None:
     config = configure(server.url)
-    run = _start(config, rows, tmp_path / "first", _token_count)
-    try:
-        source, clock = channel_bs[0].source, channel_bs[0].clock
-        outstanding = source.draw(3)
-        clock.advance()
-        clock.advance()
-        state = run.checkpoint(step=7)
-    finally:
-        run.close()
-    again = _start(config, rows, tmp_path / "second", _token_count)
-    try:
-        again.resume(lambda: state)
-        channel_b = channel_bs[1]
-        assert (channel_b.clock.current, channel_b.schedule.next_version) == (2, 3)
-        assert channel_b.evaluation is None, "evaluations are off by default"
-        assert channel_b.client.busy() == set(), "the first proof opens a fence"
-        assert channel_b.source.draw(3) == outstanding
-    finally:
-        again.close()
-        again.close()
+    run = start(config)
+    source, clock = channel_bs[0].source, channel_bs[0].clock
+    outstanding = source.draw(3)
+    clock.advance()
+    clock.advance()
+    state = run.checkpoint(step=7)
+    run.close()
+    again = start(config)
+    again.resume(lambda: state)
+    channel_b = channel_bs[1]
+    assert (channel_b.clock.current, channel_b.schedule.next_version) == (2, 3)
+    assert channel_b.evaluation is None, "evaluations are off by default"
+    assert channel_b.client.busy() == set(), "the first proof opens a fence"
+    assert channel_b.source.draw(3) == outstanding
+    again.close()
+    again.close()
     assert server.infer_calls == [], "nothing is inferred before a proof"
 
 
 @pytest.mark.slow
 def test_a_run_resumes_with_answers_written_as_before_only(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
+    configure: Configure, server: FakeRolloutServer, rows: Rows, start: Start
 ) -> None:
     """And what was learned is what the run writes."""
     config = configure(server.url)
     compact = [_with_answer(row, lambda answer: answer.replace(", ", ",")) for row in rows]
-    run = _start(config, compact, tmp_path / "first", _token_count)
-    try:
-        state = run.checkpoint(step=7)
-        assert state["learner"]["answer_fingerprint"][0].startswith(
-            '[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{'
-        )
-    finally:
-        run.close()
-    for number, (now, refused) in enumerate([(rows, True), (compact, False)]):
-        again = _start(config, now, tmp_path / f"again{number}", _token_count)
-        try:
-            if not refused:
-                again.resume(lambda: state)
-                continue
-            with pytest.raises(DatasetError, match="resume needs answers written as before") as caught:
-                again.resume(lambda: state)
-            assert '],"label"' in str(caught.value)
-            assert '], "label"' in str(caught.value)
-        finally:
-            again.close()
+    run = start(config, compact)
+    state = run.checkpoint(step=7)
+    assert state["learner"]["answer_fingerprint"][0].startswith('[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{')
+    run.close()
+    again = start(config)
+    with pytest.raises(DatasetError, match="resume needs answers written as before") as caught:
+        again.resume(lambda: state)
+    assert '],"label"' in str(caught.value)
+    assert '], "label"' in str(caught.value)
+    again.close()
+    start(config, compact).resume(lambda: state)
 
 
 def _with_answer(row: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -382,81 +359,53 @@ def _with_answer(row: dict[str, Any], change: Callable[[str], str]) -> dict[str,
 
 @pytest.mark.slow
 def test_an_evaluation_that_had_not_ended_is_resumed(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    channel_bs: list[Any],
+    configure: Configure, server: FakeRolloutServer, rows: Rows, start: Start, channel_bs: list[Any]
 ) -> None:
     config = configure(server.url, evaluation={"every_steps": 4})
-    run = _start(
-        config,
-        rows,
-        tmp_path / "first",
-        _token_count,
-        validation_rows=rows[:3],
-    )
-    try:
-        part = channel_bs[0].evaluation.part
-        pipeline = channel_bs[0].pipeline
-        assert (pipeline.ask_evaluation, pipeline.take_evaluated) == (part.ask, part.take)
-        part.begin(1)
-        assert part.end().num_wanted == 3, "there are no more rows"
-        state = json.loads(json.dumps(run.checkpoint(step=7)))
-        assert state["learner"]["unfinished_evaluation"] is None
-        state["learner"]["unfinished_evaluation"] = 4
-    finally:
-        run.close()
-    again = _start(config, rows, tmp_path / "second", _token_count, validation_rows=rows[:3])
-    try:
-        again.resume(lambda: state)
-        assert again.checkpoint(step=7)["learner"]["unfinished_evaluation"] == 4
-    finally:
-        again.close()
+    run = start(config, validation_rows=rows[:3])
+    part = channel_bs[0].evaluation.part
+    pipeline = channel_bs[0].pipeline
+    assert (pipeline.ask_evaluation, pipeline.take_evaluated) == (part.ask, part.take)
+    part.begin(1)
+    assert part.end().num_wanted == 3, "there are no more rows"
+    state = json.loads(json.dumps(run.checkpoint(step=7)))
+    assert state["learner"]["unfinished_evaluation"] is None
+    state["learner"]["unfinished_evaluation"] = 4
+    run.close()
+    again = start(config, validation_rows=rows[:3])
+    again.resume(lambda: state)
+    assert again.checkpoint(step=7)["learner"]["unfinished_evaluation"] == 4
 
 
 @pytest.mark.parametrize("validation_rows", [None, []])
 def test_evaluations_without_rows_do_not_start(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    validation_rows: Any,
+    configure: Configure, server: FakeRolloutServer, start: Start, validation_rows: Any
 ) -> None:
     config = configure(server.url, evaluation={"every_steps": 4})
     with pytest.raises(
         ConfigError, match="needs ms-swift's validation set, got none and every_steps=4; write"
     ):
-        _start(config, rows, tmp_path, _token_count, validation_rows=validation_rows)
+        start(config, validation_rows=validation_rows)
 
 
 @pytest.mark.slow
 def test_parts_of_two_checkpoints_are_refused(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, server: FakeRolloutServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _start(configure(server.url), rows, tmp_path, _token_count)
-    try:
-        states = [run.checkpoint(step=7) for _ in range(2)]
-        monkeypatch.setattr(SingleRank, "gather", lambda control, mine: (mine, states[1]["save_id"]))
-        with pytest.raises(ConfigError, match=f"rank 1 save_id={states[1]['save_id']}; resume from another"):
-            run.resume(lambda: states[0])
-    finally:
-        run.close()
+    run = start(configure(server.url))
+    states = [run.checkpoint(step=7) for _ in range(2)]
+    monkeypatch.setattr(SingleRank, "gather", lambda control, mine: (mine, states[1]["save_id"]))
+    with pytest.raises(ConfigError, match=f"rank 1 save_id={states[1]['save_id']}; resume from another"):
+        run.resume(lambda: states[0])
 
 
 def test_without_channel_b_nothing_of_it_exists(
-    rows: list[dict[str, Any]], tmp_path: Path, server: FakeRolloutServer, channel_bs: list[Any]
+    start: Start, tmp_path: Path, server: FakeRolloutServer, channel_bs: list[Any]
 ) -> None:
     path = tmp_path / "plain.yaml"
     path.write_text("stage2_ab: {schedule: {b_ratio: 0}}\n")
-    run = _start(load_config(path), rows, tmp_path, _token_count)
-    try:
-        assert channel_bs == [None]
-        assert run.checkpoint(step=7)["learner"] == {}
-    finally:
-        run.close()
+    run = start(load_config(path))
+    assert channel_bs == [None]
+    assert run.checkpoint(step=7)["learner"] == {}
+    run.close()
     assert server.calls == []

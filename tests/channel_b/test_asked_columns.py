@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import rollout_batch
-from fake_rollout_server import Call, FakeRolloutServer, output, outputs, request
+from fake_rollout_server import Call, FakeRolloutServer, json_answer, output, request
 from rollout_batch import make_client, prove
 
 from swift_stage2.channel_b.rollouts import RequestSettings
@@ -26,7 +26,7 @@ def with_log_probs(values: Any) -> Any:
         for item in items:
             content = [{"logprob": value} for value in values] if values is not None else None
             item["response"]["choices"][0]["logprobs"] = None if content is None else {"content": content}
-        return outputs(items)
+        return json_answer(items)
 
     return answer
 

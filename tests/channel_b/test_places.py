@@ -30,13 +30,6 @@ def server() -> Iterator[FakeRolloutServer]:
         yield server
 
 
-@pytest.fixture
-def go_on() -> Iterator[threading.Event]:
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 def streaming(server: FakeRolloutServer, **changes: Any) -> RolloutClient:
     """A client of one rank whose server is proven as ours, and agreed with."""
     client = make_client_of_ours(server, **{"world_size": 1, "max_inflight_per_server": PLACES} | changes)
@@ -57,37 +50,37 @@ def next_text(client: RolloutClient) -> str:
     return rollout.text
 
 
-def holding(go_on: threading.Event, *texts: str) -> Behaviour:
+def holding(gate: threading.Event, *texts: str) -> Behaviour:
     """Answers of these requests wait."""
-    return lambda call: replace(good(call), after=go_on if set(texts) & set(call.texts) else None)
+    return lambda call: replace(good(call), after=gate if set(texts) & set(call.texts) else None)
 
 
 # --- places ----------------------------------------------------------------------------------------------
 
 
 def test_a_rollout_without_end_holds_its_own_place_only(
-    server: FakeRolloutServer, go_on: threading.Event
+    server: FakeRolloutServer, gate: threading.Event
 ) -> None:
-    server.on_infer = holding(go_on, "0")
+    server.on_infer = holding(gate, "0")
     with streaming(server) as client:
         submit(client, PLACES)
         ended = [next_text(client) for _ in range(PLACES - 1)]
         for first in range(PLACES, 4 * PLACES):
             submit(client, 1, first=first)
             ended.append(next_text(client))
-        go_on.set()
+        gate.set()
         assert next_text(client) == "echo 0"
     assert sorted(ended) == sorted(f"echo {n}" for n in range(1, 4 * PLACES))
     assert set(server.batch_sizes) == {1}
 
 
 def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_once(
-    server: FakeRolloutServer, go_on: threading.Event
+    server: FakeRolloutServer, gate: threading.Event
 ) -> None:
-    server.on_infer = holding(go_on, "1", "2", "3")
+    server.on_infer = holding(gate, "1", "2", "3")
     first_ends = threading.Event()
     held = server.on_infer
-    server.on_infer = lambda call: replace(held(call), after=first_ends if call.texts == ["0"] else go_on)
+    server.on_infer = lambda call: replace(held(call), after=first_ends if call.texts == ["0"] else gate)
     with streaming(server) as client:
         assert client.free_places == PLACES + 1, "one may wait"
         samples = submit(client, PLACES + 1)
@@ -95,7 +88,7 @@ def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_
         assert (client.in_flight, client.free_places) == (PLACES, 0)
         first_ends.set()
         server.wait_until(lambda: len(server.infer_calls) == PLACES + 1)  # nobody had to look
-        go_on.set()
+        gate.set()
         assert len(collect(client, samples).rollouts) == PLACES + 1
         assert client.free_places == PLACES + 1
     assert server.most_at_once == PLACES
@@ -134,9 +127,9 @@ def test_the_limit_halves_when_there_is_no_room_and_grows_by_one_per_full_set() 
 
 
 def test_a_doubt_ends_all_that_is_out_and_nothing_of_it_is_believed(
-    server: FakeRolloutServer, go_on: threading.Event
+    server: FakeRolloutServer, gate: threading.Event
 ) -> None:
-    wrong, held = stamp(9), holding(go_on, "0", "1", "2")
+    wrong, held = stamp(9), holding(gate, "0", "1", "2")
     server.on_infer = lambda call: wrong(call) if call.texts == ["3"] else held(call)
     with streaming(server, request_timeout_s=3600.0) as client:
         samples = submit(client, PLACES - 1)
@@ -174,10 +167,10 @@ def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(server: FakeR
 )
 def test_a_post_that_is_about_to_leave_when_its_server_loses_trust_stays(
     server: FakeRolloutServer,
-    go_on: threading.Event,
+    gate: threading.Event,
     lose_trust: Callable[[RolloutClient, str], object],
 ) -> None:
-    server.on_infer = holding(go_on, "0")
+    server.on_infer = holding(gate, "0")
     clients: list[RolloutClient] = []
 
     @contextmanager
@@ -194,9 +187,9 @@ def test_a_post_that_is_about_to_leave_when_its_server_loses_trust_stays(
 
 
 def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
-    server: FakeRolloutServer, go_on: threading.Event
+    server: FakeRolloutServer, gate: threading.Event
 ) -> None:
-    server.on_infer = holding(go_on, "0")
+    server.on_infer = holding(gate, "0")
     with streaming(server, request_timeout_s=3.0) as client:
         samples = submit(client, PLACES)
         outcome = collect(client, samples)
@@ -210,15 +203,15 @@ def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
 
 
 def test_a_server_is_drained_when_all_places_have_ended(
-    server: FakeRolloutServer, go_on: threading.Event
+    server: FakeRolloutServer, gate: threading.Event
 ) -> None:
-    server.on_infer = lambda call: replace(stamp(3)(call), after=go_on)
+    server.on_infer = lambda call: replace(stamp(3)(call), after=gate)
     with streaming(server) as client:
         samples = submit(client, PLACES + 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES)
         client.update(server.url, 3, closed=True)
         assert client.busy() == {server.url}
-        go_on.set()
+        gate.set()
         outcomes = [client.next_finished(PATIENCE_S) for _ in range(PLACES)]
         wait_for(lambda: not client.busy())
         assert len(server.infer_calls) == PLACES, "the one that waits got no ticket"

@@ -87,7 +87,8 @@ def import_parts(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_external_file(str(file)).Parts()
 
 
-def rollouts_of(encoder: Encoder, rows: Rows) -> list[Rollout]:
+@pytest.fixture
+def rollouts(encoder: Encoder, rows: Rows) -> list[Rollout]:
     """Every row answered with its own ground truth."""
     samples = [sample_of(row, position) for position, row in enumerate(rows)]
     return [
@@ -108,9 +109,10 @@ def packed_by(preprocessor: Preprocessor, segments: list[Segment]) -> Pack:
     return pack
 
 
-def test_packs_equal_those_of_a_thread(shared: ProcessPreprocessor, encoder: Encoder, rows: Rows) -> None:
+def test_packs_equal_those_of_a_thread(
+    shared: ProcessPreprocessor, encoder: Encoder, rollouts: list[Rollout]
+) -> None:
     thread = Preprocessor(encoder, make_task())
-    rollouts = rollouts_of(encoder, rows)
     theirs, ours = encoded_by(thread, rollouts), encoded_by(shared, rollouts)
     for expected, found in zip(theirs, ours, strict=True):
         assert found.segment == replace(expected.segment, encodings=())
@@ -131,9 +133,8 @@ def test_packs_equal_those_of_a_thread(shared: ProcessPreprocessor, encoder: Enc
 
 
 def test_verdicts_are_those_of_a_thread_and_a_bad_sample_costs_no_other(
-    shared: ProcessPreprocessor, encoder: Encoder, rows: Rows
+    shared: ProcessPreprocessor, encoder: Encoder, rollouts: list[Rollout]
 ) -> None:
-    rollouts = rollouts_of(encoder, rows)
     rollouts[1] = replace(rollouts[1], prompt_token_ids=(1, 2))
     thread = Preprocessor(encoder, make_task())
     image = replace(rollouts[2], token_ids=(5, 6, 7))
@@ -151,9 +152,9 @@ def test_verdicts_are_those_of_a_thread_and_a_bad_sample_costs_no_other(
 
 
 def test_a_segment_can_be_packed_once_and_not_after_it_was_forgotten(
-    shared: ProcessPreprocessor, encoder: Encoder, rows: Rows
+    shared: ProcessPreprocessor, rollouts: list[Rollout]
 ) -> None:
-    kept, forgotten = (encoded.segment for encoded in encoded_by(shared, rollouts_of(encoder, rows)[:2]))
+    kept, forgotten = (encoded.segment for encoded in encoded_by(shared, rollouts[:2]))
     shared.forget([forgotten])
     assert packed_by(shared, [kept]).keys == (kept.key,)
     for segment in (forgotten, kept):
@@ -162,7 +163,7 @@ def test_a_segment_can_be_packed_once_and_not_after_it_was_forgotten(
 
 
 def test_memory_of_packs_goes_with_their_tensors(
-    shared: ProcessPreprocessor, encoder: Encoder, rows: Rows
+    shared: ProcessPreprocessor, rollouts: list[Rollout]
 ) -> None:
     def num_shared() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:swift_stage2-batch")
@@ -172,13 +173,13 @@ def test_memory_of_packs_goes_with_their_tensors(
         return [os.readlink(name) for name in names if "memfd" in os.readlink(name)]
 
     before, descriptors = num_shared(), psutil.Process().num_fds()
-    (encoded,) = encoded_by(shared, rollouts_of(encoder, rows)[:1])
+    (encoded,) = encoded_by(shared, rollouts[:1])
     pack = packed_by(shared, [encoded.segment])
     assert num_shared() == before + 1
     pixels = pack.batch["pixel_values"]
     total = float(pixels.sum())
     del pack
-    encoded_by(shared, rollouts_of(encoder, rows)[:1])
+    encoded_by(shared, rollouts[:1])
     assert files_there() == [], "the process that made it keeps nothing once it is asked something else"
     assert float(pixels.sum()) == total, "a tensor holds the memory by itself"
     del pixels
@@ -187,9 +188,9 @@ def test_memory_of_packs_goes_with_their_tensors(
 
 
 def test_a_process_that_ends_is_replaced_and_costs_the_segments_that_it_held(
-    shared: ProcessPreprocessor, encoder: Encoder, rows: Rows
+    shared: ProcessPreprocessor, rollouts: list[Rollout]
 ) -> None:
-    rollouts = rollouts_of(encoder, rows)[:2]
+    rollouts = rollouts[:2]
     (encoded,) = encoded_by(shared, rollouts[:1])
     before = shared.pid
     assert before is not None
@@ -201,9 +202,9 @@ def test_a_process_that_ends_is_replaced_and_costs_the_segments_that_it_held(
 
 
 def test_a_row_that_ends_two_processes_alone_is_refused_and_a_process_that_never_answers_fails(
-    own: ProcessPreprocessor, encoder: Encoder, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    own: ProcessPreprocessor, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = rollouts_of(encoder, rows)[:2]
+    good, bad = rollouts[:2]
     bad = replace(bad, sample=replace(bad.sample, row={"end": True}))
     refused, ended = own.encode([good, bad])
     assert str(refused) == "refused by a user's class"
@@ -230,21 +231,21 @@ def test_a_template_that_cannot_be_loaded_there_is_told(
 
 
 def test_a_process_that_cannot_take_the_place_of_one_that_ended_blames_no_row(
-    own: ProcessPreprocessor, tmp_path: Path, encoder: Encoder, rows: Rows
+    own: ProcessPreprocessor, tmp_path: Path, rollouts: list[Rollout]
 ) -> None:
     own.await_ready()
     (tmp_path / "light.py").write_text("raise RuntimeError('edited meanwhile')")
     os.kill(own.pid or 0, signal.SIGKILL)
     with pytest.raises(PreprocessorLost, match="edited meanwhile"):
-        own.encode(rollouts_of(encoder, rows)[:2])
+        own.encode(rollouts[:2])
 
 
 def test_signals_to_the_whole_group_leave_it_to_its_rank(
-    shared: ProcessPreprocessor, encoder: Encoder, rows: Rows
+    shared: ProcessPreprocessor, rollouts: list[Rollout]
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(shared.pid or 0, number)
-    assert encoded_by(shared, rollouts_of(encoder, rows)[:1])
+    assert encoded_by(shared, rollouts[:1])
 
 
 def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> None:

@@ -18,8 +18,8 @@ from fake_rollout_server import (
     FakeRolloutServer,
     echo,
     error,
+    json_answer,
     output,
-    outputs,
     request,
     stamped,
 )
@@ -40,6 +40,13 @@ from swift_stage2.telemetry.events import Finished, Sent
 PATIENCE_S = 60.0
 KEY = "sk-very-secret-0123456789"
 OURS = ServerKind(is_ours=True)
+
+
+@pytest.fixture
+def silent(server: FakeRolloutServer, forever: threading.Event) -> FakeRolloutServer:
+    """It answers no request while the test runs."""
+    server.on_infer = lambda call: echo(call, after=forever)
+    return server
 
 
 @pytest.fixture
@@ -124,7 +131,7 @@ def test_a_rollout_carries_what_the_server_said_and_the_tickets_version(server: 
 
 def test_finish_reasons(server: FakeRolloutServer) -> None:
     reasons = ["stop", "length"]
-    server.on_infer = lambda call: outputs([output("x", finish_reason=reason) for reason in reasons])
+    server.on_infer = lambda call: json_answer([output("x", finish_reason=reason) for reason in reasons])
     with make_client(server) as client:
         outcome = ask(client, 2)
     assert [rollout.truncated for rollout in outcome.rollouts] == [False, True]
@@ -332,7 +339,7 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
 ) -> None:
     def swapped(call: Call) -> Answer:
         ids = [request[infer_wire.REQUEST_ID] for request in call.requests]
-        return outputs(
+        return json_answer(
             [output("x", weight_version=3, run_id="run", request_id=name) for name in reversed(ids)]
         )
 
@@ -363,7 +370,7 @@ def test_an_answer_is_of_the_version_that_its_stamp_names(
     updating: RolloutClient, server: FakeRolloutServer
 ) -> None:
     """One POST's answers may be of two: an engine takes them one by one."""
-    server.on_infer = lambda call: outputs(
+    server.on_infer = lambda call: json_answer(
         [output("x", weight_version=3 + place, run_id="run") for place in range(len(call.texts))]
     )
     old, new = ask(updating, 2).rollouts
@@ -444,18 +451,15 @@ def test_a_suspicion_outlasts_a_proof_until_all_ranks_have_heard_of_it(
 # --- deadlines -----------------------------------------------------------------------------------
 
 
-def test_a_single_request_that_never_answers_returns_after_one_post(
-    server: FakeRolloutServer, forever: threading.Event
-) -> None:
-    server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, request_timeout_s=0.6) as client:
+def test_a_single_request_that_never_answers_returns_after_one_post(silent: FakeRolloutServer) -> None:
+    with make_client(silent, request_timeout_s=0.6) as client:
         outcome = ask(client, 1)
         await_settled(client)
         assert client.suspects == {}
     assert positions(outcome.returned) == positions(outcome.timed_out) == [0]
-    assert server.batch_sizes == [1]
+    assert silent.batch_sizes == [1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
-    assert len(server.reset_calls) == 1
+    assert len(silent.reset_calls) == 1
 
 
 class WatchedFence(InferFence):
@@ -507,20 +511,17 @@ def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(
 # --- abandoned POSTs -----------------------------------------------------------------------------
 
 
-def test_the_server_stays_busy_until_the_ordered_call_answers(
-    server: FakeRolloutServer, forever: threading.Event
-) -> None:
-    answer_reset, good_reset = threading.Event(), server.on_reset
-    server.on_infer = lambda call: echo(call, after=forever)
-    server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
-    with make_client(server, request_timeout_s=1.0) as client:
+def test_the_server_stays_busy_until_the_ordered_call_answers(silent: FakeRolloutServer) -> None:
+    answer_reset, good_reset = threading.Event(), silent.on_reset
+    silent.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
+    with make_client(silent, request_timeout_s=1.0) as client:
         ask(client, 1)
-        server.wait_until(lambda: len(server.reset_calls) == 1)
-        client.update(server.url, 3, closed=True)
-        assert (client.in_flight, client.busy()) == (0, {server.url})
+        silent.wait_until(lambda: len(silent.reset_calls) == 1)
+        client.update(silent.url, 3, closed=True)
+        assert (client.in_flight, client.busy()) == (0, {silent.url})
         answer_reset.set()
         await_settled(client)
-        assert (client.busy(), client.proven) == (frozenset(), (server.url,))
+        assert (client.busy(), client.proven) == (frozenset(), (silent.url,))
 
 
 def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
@@ -540,15 +541,14 @@ def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
     [(error(), "500"), (Answer(body=b'{"message": "cache reset, status: False"}'), "status=False")],
 )
 def test_an_ordered_call_that_fails_is_tried_once_more(
-    server: FakeRolloutServer, forever: threading.Event, answer: Answer, named: str
+    silent: FakeRolloutServer, answer: Answer, named: str
 ) -> None:
-    server.on_infer = lambda call: echo(call, after=forever)
-    server.on_reset = lambda call: answer
-    with make_client(server, request_timeout_s=1.5) as client:
+    silent.on_reset = lambda call: answer
+    with make_client(silent, request_timeout_s=1.5) as client:
         ask(client, 1)
         await_settled(client)
-        assert named in client.suspects[server.url]
-    assert len(server.reset_calls) == 2
+        assert named in client.suspects[silent.url]
+    assert len(silent.reset_calls) == 2
 
 
 # --- the fence and the end -----------------------------------------------------------------------
@@ -592,22 +592,21 @@ def test_one_server_is_drained_while_the_other_is_asked_on(
 
 
 def test_a_batch_does_not_wait_for_a_server_that_is_withdrawn(
-    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
+    silent: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
-    server.on_infer = lambda call: echo(call, after=forever)
     with (
         FakeRolloutServer() as other,
-        make_client(server, other, request_timeout_s=3600.0, max_inflight_per_server=1) as client,
+        make_client(silent, other, request_timeout_s=3600.0, max_inflight_per_server=1) as client,
     ):
-        future = start_and_wait_for_a_post(client, server, background)
+        future = start_and_wait_for_a_post(client, silent, background)
         other.wait_until(lambda: len(other.infer_calls) == 1)
-        withdraw(client, server.url)
+        withdraw(client, silent.url)
         outcome = future.result(timeout=PATIENCE_S)
         assert (len(outcome.rollouts), len(outcome.returned)) == (1, 1)
-        assert [(failure.server, failure.end) for failure in outcome.failures] == [(server.url, PostEnd.LOST)]
+        assert [(failure.server, failure.end) for failure in outcome.failures] == [(silent.url, PostEnd.LOST)]
         assert (client.in_flight, unsettled(client)) == (0, set())
         prove(client, version=4)
-        assert set(client.proven) == {server.url, other.url}
+        assert set(client.proven) == {silent.url, other.url}
 
 
 def test_a_stop_ends_the_wait_for_a_ticket(
@@ -621,24 +620,22 @@ def test_a_stop_ends_the_wait_for_a_ticket(
 
 
 def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
-    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
+    silent: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
-    server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, request_timeout_s=3600.0) as client:
-        future = start_and_wait_for_a_post(client, server, background)
+    with make_client(silent, request_timeout_s=3600.0) as client:
+        future = start_and_wait_for_a_post(client, silent, background)
         client.request_stop()
         outcome = future.result(timeout=PATIENCE_S)
-        assert (client.suspects, unsettled(client), client.in_flight) == ({}, {server.url}, 0)
+        assert (client.suspects, unsettled(client), client.in_flight) == ({}, {silent.url}, 0)
     assert positions(outcome.returned) == [0, 1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.STOPPED]
 
 
 def test_close_leaves_no_thread_even_with_a_post_in_flight(
-    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
+    silent: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
-    server.on_infer = lambda call: echo(call, after=forever)
-    client = make_client(server, request_timeout_s=3600.0)
-    outcome = start_and_wait_for_a_post(client, server, background)
+    client = make_client(silent, request_timeout_s=3600.0)
+    outcome = start_and_wait_for_a_post(client, silent, background)
     threads = [thread for thread in threading.enumerate() if thread.name == "rollouts"]
     client.close()
     client.close()

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from detection_task import make_task
-from peft.tuners.lora import LoraLayer
 from real_model import Rows, make_encoder, objects_of, rollout_of, sample_of, tiny_model
 from sft_run import our_trainer
 from swift.trainers import Seq2SeqTrainer
@@ -34,6 +33,8 @@ from swift_stage2.records import Rollout, Segment
 from swift_stage2.training.losses import POLICY_SUMS
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
+Rollouts = list[Rollout]
+TrainerBy = Callable[..., Any]
 CAP = 1.5
 MODEL_INPUTS = ("input_ids", "position_ids", "pixel_values", "image_grid_thw")
 WEIGHTS = {TokenGroup.STRUCTURE: 0.0, TokenGroup.MISSED_LABEL: 2.0, TokenGroup.CLOSURE: 0.5}
@@ -64,7 +65,7 @@ def trainer(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def trainer_by(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def trainer_by(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> TrainerBy:
     """The trainer under another configuration, which has counted nothing yet."""
 
     def configure(**settings: Any) -> Any:
@@ -139,7 +140,7 @@ def by_hand(
 # --- segments --------------------------------------------------------------------------------------
 
 
-def test_a_sampled_answer_trains_exactly_its_tokens(encoder: Encoder, rollouts: list[Rollout]) -> None:
+def test_a_sampled_answer_trains_exactly_its_tokens(encoder: Encoder, rollouts: Rollouts) -> None:
     """Neither is an end of turn put behind one that was cut off, nor a line break behind the model's own."""
     for rollout, segment in zip(rollouts[:2], segments_of(rollouts[:2], encoder), strict=True):
         (encoding,), num_prompt = segment.encodings, len(rollout.prompt_token_ids)
@@ -155,7 +156,7 @@ def test_a_sampled_answer_trains_exactly_its_tokens(encoder: Encoder, rollouts: 
 
 @pytest.mark.parametrize("task", [GIVEN, ANY], ids=["given", "any"])
 def test_the_corrected_answer_beside_is_what_is_trained_without_advantages(
-    encoder: Encoder, rollouts: list[Rollout], task: Task
+    encoder: Encoder, rollouts: Rollouts, task: Task
 ) -> None:
     """To the end of its turn, in every field but the advantages."""
     for rollout in rollouts[2:5]:
@@ -178,7 +179,7 @@ def test_the_corrected_answer_beside_is_what_is_trained_without_advantages(
 
 @pytest.mark.parametrize("room", [0, -1])
 def test_a_corrected_answer_that_does_not_fit_into_a_pack_beside_its_rollout_is_left_out(
-    encoder: Encoder, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch, room: int
+    encoder: Encoder, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     together, alone = segments_of([rollouts[2], replace(rollouts[2], advantages=(0.5,))], encoder)
     monkeypatch.setattr(encoder, "packing_length", together.num_tokens + room)
@@ -199,7 +200,7 @@ def test_a_corrected_answer_that_does_not_fit_into_a_pack_beside_its_rollout_is_
 @pytest.mark.parametrize("duplicate", [0.0, 0.5])
 @pytest.mark.parametrize("task", [GIVEN, ANY], ids=["given", "any"])
 def test_the_corrected_answer_beside_adds_its_loss_times_its_weight(
-    trainer_by: Callable[..., Any], encoder: Encoder, rollouts: list[Rollout], task: Task, duplicate: float
+    trainer_by: TrainerBy, encoder: Encoder, rollouts: Rollouts, task: Task, duplicate: float
 ) -> None:
     trainer = trainer_by(duplicate=duplicate)
 
@@ -216,9 +217,9 @@ def test_the_corrected_answer_beside_adds_its_loss_times_its_weight(
 @pytest.mark.parametrize("temperature", [1.0, 1.4])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_packs_loss_is_the_sum_over_its_sequences(
-    trainer_by: Callable[..., Any],
+    trainer_by: TrainerBy,
     encoder: Encoder,
-    rollouts: list[Rollout],
+    rollouts: Rollouts,
     temperature: float,
     is_cut: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -239,11 +240,7 @@ def test_a_packs_loss_is_the_sum_over_its_sequences(
 @pytest.mark.parametrize("proximal", ["current", "behaviour"])
 @pytest.mark.parametrize("temperature", [1.0, 1.4])
 def test_at_first_use_a_packs_gradient_is_that_of_reinforce(
-    trainer_by: Callable[..., Any],
-    encoder: Encoder,
-    rollouts: list[Rollout],
-    temperature: float,
-    proximal: str,
+    trainer_by: TrainerBy, encoder: Encoder, rollouts: Rollouts, temperature: float, proximal: str
 ) -> None:
     """The log-probabilities that came with the rollouts are the model's own in the same pack."""
     values = (1.5, -1.0, 0.5)
@@ -294,7 +291,7 @@ def adapter_of(trainer: Any) -> dict[str, torch.nn.Parameter]:
 
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(1.4, marks=pytest.mark.slow)])
 def test_the_reference_is_the_model_without_its_adapter(
-    encoder: Encoder, rows_file: Path, rollouts: list[Rollout], tmp_path: Path, temperature: float
+    encoder: Encoder, rows_file: Path, rollouts: Rollouts, tmp_path: Path, temperature: float
 ) -> None:
     """Every sampled token, and no other, is drawn to it; asking it leaves adapter and accuracy alone."""
     weight, segments = 0.3, segments_of(rollouts, encoder)
@@ -325,12 +322,14 @@ def test_the_reference_is_the_model_without_its_adapter(
 def test_what_gradient_checkpointing_computes_again_has_the_adapter_on(
     encoder: Encoder,
     rows_file: Path,
-    rollouts: list[Rollout],
+    rollouts: Rollouts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     use_reentrant: bool,
 ) -> None:
     """The reference's forward pass, which has it off, comes before: loss and gradients stay as they are without."""
+    from peft.tuners.lora import LoraLayer  # at the top it came before the operators that it needs
+
     trainer = held_trainer(rows_file, tmp_path / "out", 1.0, 0.3)
     trained, batch = adapter_of(trainer), encoder.collate(segments_of(rollouts, encoder))
     adapted = [module for module in trainer.model.modules() if isinstance(module, LoraLayer)]
@@ -368,11 +367,7 @@ def test_what_gradient_checkpointing_computes_again_has_the_adapter_on(
 
 
 def test_a_step_of_packs_trains_their_loss_and_counts_what_it_trained(
-    encoder: Encoder,
-    rows_file: Path,
-    rollouts: list[Rollout],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    encoder: Encoder, rows_file: Path, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two packs in the place of channel A's first window; in the second step, channel A's, nothing is counted."""
     segments, own = segments_of(rollouts, encoder), Stage2Trainer.get_batch_samples
@@ -398,7 +393,7 @@ def test_a_step_of_packs_trains_their_loss_and_counts_what_it_trained(
     assert 0 < sums["policy_capped"] < sums["policy_tokens"] < num_items
 
 
-def test_channel_a_has_the_loss_of_plain_ms_swift(trainer_by: Callable[..., Any]) -> None:
+def test_channel_a_has_the_loss_of_plain_ms_swift(trainer_by: TrainerBy) -> None:
     trainer = trainer_by(temperature=1.4, duplicate=0.5)
     batch = next(iter(trainer.get_train_dataloader()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 from builders import config_of, servers_at
-from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error
+from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, json_answer
 
 from swift_stage2 import wire
 from swift_stage2.channel_b import detection as detection  # registers the task
@@ -24,7 +23,7 @@ CORRECT = "end what listens there, or correct rollout.servers"
 
 
 def answers(body: object, status: int = 200) -> Behaviour:
-    return lambda call: Answer(status=status, body=json.dumps(body).encode())
+    return lambda call: json_answer(body, status=status)
 
 
 def stock(call: Call) -> Answer:
@@ -66,11 +65,7 @@ def test_every_kind_of_server_is_known_by_what_it_answers(server: FakeRolloutSer
             "swift-stage2 rollout (transformers), serving, weights: version 3 of run r",
         ),
         (
-            lambda call: (
-                Answer(body=json.dumps(plain[call.path]).encode(), status=200)
-                if call.path in plain
-                else Answer(status=404)
-            ),
+            lambda call: json_answer(plain[call.path]) if call.path in plain else Answer(status=404),
             "vllm serve, asked for tiny",
         ),
     ):

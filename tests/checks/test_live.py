@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from doctor_run import Report
-from fake_rollout_server import Answer, Call, FakeRolloutServer
+from fake_rollout_server import Answer, Call, FakeRolloutServer, json_answer
 from live_server import LearnerRound, RunningServer, flip_element, free_port, load_learner
 from stopped_process import stop_process
 
@@ -25,6 +24,13 @@ from swift_stage2.weights.waited_updates import WaitedUpdates
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
+Check = Callable[..., Report]
+
+
+@pytest.fixture
+def check(server: RunningServer, configure: Configure, doctor: Doctor) -> Check:
+    """The doctor's report of the real server, with options."""
+    return lambda *options: doctor(configure(server.base_url), "--live", *options)
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def fake_stock() -> Iterator[FakeRolloutServer]:
             wire.STATE_KEYS: {"keys": []},
         }
         body = bodies.get(call.path)
-        return Answer(status=404) if body is None else Answer(body=json.dumps(body).encode())
+        return Answer(status=404) if body is None else json_answer(body)
 
     with FakeRolloutServer(on_get=on_get) as running:
         yield running
@@ -52,11 +58,11 @@ def resident_sum(server: RunningServer) -> float:
 
 
 def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
-    server: RunningServer, configure: Configure, doctor: Doctor
+    server: RunningServer, check: Check
 ) -> None:
     LearnerRound(server, load_learner()).run()
     before = resident_sum(server)
-    report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
+    report = check("--step-seconds", "5")
     assert report.status == 0, report.text
     assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == []
     assert resident_sum(server) == before
@@ -80,11 +86,9 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
 
 
 @pytest.mark.slow
-def test_the_dry_round_can_be_left_out_and_touches_nothing(
-    server: RunningServer, configure: Configure, doctor: Doctor
-) -> None:
+def test_the_dry_round_can_be_left_out_and_touches_nothing(server: RunningServer, check: Check) -> None:
     LearnerRound(server, load_learner(), run_id="mine").run()
-    report = doctor(configure(server.base_url), "--live", "--no-sync")
+    report = check("--no-sync")
     assert report.status == 0, report.text
     row = report.row("dry sync round")
     assert (row["verdict"], row["found"]) == ("not checked", "left out by --no-sync")
@@ -114,12 +118,12 @@ def test_a_server_that_must_sleep_and_does_not_is_told_with_the_option(
 
 @pytest.mark.slow
 def test_a_server_that_sleeps_is_woken_by_the_dry_round_and_put_to_sleep_again(
-    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LearnerRound(server, load_learner(), run_id="doctor-before").run()  # a run's it would leave alone
     monkeypatch.setattr(server.engine, "sleep_mode", SleepMode(2))
     assert server.post(wire.SLEEP).json() == {"state": "asleep"}
-    report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
+    report = check("--step-seconds", "5")
     assert report.status == 0, report.text
     assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == []
     assert "asleep" in report.row("server 0")["found"]
@@ -127,9 +131,7 @@ def test_a_server_that_sleeps_is_woken_by_the_dry_round_and_put_to_sleep_again(
     assert server.state() == "asleep"
 
 
-def test_an_unproven_server_is_mended_by_the_dry_round(
-    server: RunningServer, configure: Configure, doctor: Doctor
-) -> None:
+def test_an_unproven_server_is_mended_by_the_dry_round(server: RunningServer, check: Check) -> None:
     torn = LearnerRound(server, load_learner(seed=5))
     server.engine.copy = flip_element
     torn.push()
@@ -137,7 +139,7 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
     torn.close()
     server.engine.copy = copy_weights
     assert server.state() == "unproven"
-    report = doctor(configure(server.base_url), "--live")
+    report = check()
     assert report.status == 0, report.text
     assert report.row("server 0")["verdict"] == "warning"
     assert "proven by checksums+canary" in report.row("dry sync round")["found"]
@@ -149,12 +151,10 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
 
 
 @pytest.mark.slow
-def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
-    server: RunningServer, configure: Configure, doctor: Doctor
-) -> None:
+def test_weights_that_do_not_arrive_whole_fail_the_dry_round(server: RunningServer, check: Check) -> None:
     server.engine.copy = flip_element
     try:
-        report = doctor(configure(server.base_url), "--live")
+        report = check()
     finally:
         server.engine.copy = copy_weights
     assert report.failed == ["dry sync round"]

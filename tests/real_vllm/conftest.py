@@ -16,12 +16,20 @@ sys.path[:0] = [
 from live_server import free_port  # noqa: E402
 from stock_server import ServerProcess, start_stock  # noqa: E402
 
+from swift_stage2.demo.scenes import SceneKind, Split, write_dataset  # noqa: E402
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A stock server takes most of a minute to start."""
     for item in items:
         if "real_vllm" in item.path.parts and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 62 scenes."""
+    return write_dataset(tmp_path_factory.mktemp("data") / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
 
 
 @pytest.fixture(scope="session")

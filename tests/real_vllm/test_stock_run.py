@@ -9,14 +9,7 @@ import pytest
 from stock_server import ServerProcess
 from torchrun_job import LearnerRun, run_learner, write_config
 
-from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
-
 _NUM_STEPS = 44
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.ci), "lora"])

@@ -10,14 +10,7 @@ from network_hosts import Host, network_hosts
 from our_server import our_arguments
 from stock_server import ENVIRONMENT, stock_arguments
 
-from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
-
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from real_model import make_encoder
 from sharded_export import exports_of
 from torchrun_job import ENVIRONMENT, LearnerRun, Server, run_learner, start_server, write_config
 
-from swift_stage2.demo.scenes import SceneKind, Split, write_dataset
-
 pytest.importorskip("deepspeed")
 
 _PROGRAM = Path(__file__).with_name("two_rank_zero3.py")
@@ -29,11 +27,6 @@ def _extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
         yield
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
 
 
 @pytest.fixture(scope="module")

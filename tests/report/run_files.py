@@ -45,7 +45,6 @@ class RunFiles:
         self._config = config
         self._spent: dict[str, int] = {"other": 500_000_000}
         self._totals: dict[str, int] = {}
-        self._busy = False
         self.version = 0
         self.num_b = 0
         self.step = 0

@@ -24,14 +24,6 @@ def merger(upstream: FakeRolloutServer) -> Iterator[LiveMerger]:
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """The gate that a held answer waits for; opened at the end in any case."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
 def callers(gate: threading.Event) -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=12) as threads:
         yield threads

@@ -157,6 +157,19 @@ def held_before(
         handle.remove()
 
 
+def hold_copies(server: RunningServer) -> tuple[threading.Event, threading.Event]:
+    """An install stops before it copies; returns (has stopped there, let it go). The next test finds a sound one."""
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def hold(*weights: Any) -> None:
+        stopped.set()
+        assert go_on.wait(CALL_TIMEOUT_S)
+        copy_weights(*weights)
+
+    server.engine.copy = hold
+    return stopped, go_on
+
+
 class SharedFile:
     """A learner's memory file, with anything in it."""
 

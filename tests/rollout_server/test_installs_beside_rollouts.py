@@ -18,6 +18,7 @@ from live_server import (
     RunningServer,
     call_and_wait,
     held_before,
+    hold_copies,
     load_learner,
     picture,
     text_request,
@@ -28,7 +29,6 @@ from test_installs import own_checksums
 from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.rollout_server.transformers_engine import copy_weights
 from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.wire import WeightProof
 
@@ -179,17 +179,10 @@ def test_the_learners_memory_is_let_go_when_the_install_ends(
 
 
 def test_a_copy_that_outlives_its_install_lets_nobody_in_and_the_next_install_waits_for_it(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer,
 ) -> None:
     """And what it reads is not written over by the next offer."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hang(*weights: Any) -> None:
-        begun.set()
-        assert go_on.wait(CALL_TIMEOUT_S)
-        copy_weights(*weights)
-
-    monkeypatch.setattr(server.engine, "copy", hang)
+    begun, go_on = hold_copies(server)
     round_ = offered(server, 61)
     being_read = server.service.slot._memory
     failed = round_.install(timeout_s=3.0)

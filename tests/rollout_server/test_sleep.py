@@ -6,7 +6,6 @@ As a process, whose memory is measured from outside, and as the shared server of
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from live_server import (
     RunningServer,
     flip_element,
     held_before,
+    hold_copies,
     image_request,
     load_generator,
     load_learner,
@@ -130,16 +130,9 @@ def test_what_is_being_answered_ends_and_memory_is_given_back_behind_its_batch(
 
 
 def test_a_sleep_behind_an_install_waits_for_its_copy_and_not_for_its_weights(
-    sleeper: RunningServer, monkeypatch: pytest.MonkeyPatch
+    sleeper: RunningServer,
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hang(*weights: Any) -> None:
-        begun.set()
-        assert go_on.wait(CALL_TIMEOUT_S)
-        copy_weights(*weights)
-
-    monkeypatch.setattr(sleeper.engine, "copy", hang)
+    begun, go_on = hold_copies(sleeper)
     learner, silent = (LearnerRound(sleeper, load_learner(seed=seed)) for seed in (72, 73))
     learner.push_shared().close()
     with ThreadPoolExecutor(3) as callers:

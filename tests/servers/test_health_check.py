@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_rollout_server import Answer, Call, FakeRolloutServer
+from fake_rollout_server import Answer, Call, FakeRolloutServer, json_answer
 from waiting import wait_for
 
 from swift_stage2 import wire
@@ -16,6 +15,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
 
+Start = Callable[..., HealthCheck]
 INTERVAL_S = 0.01
 OURS = ServerKind(is_ours=True)
 
@@ -27,7 +27,7 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., HealthCheck]]:
+def start() -> Iterator[Start]:
     """Starts a check of these servers, which ends with the test."""
     checks: list[HealthCheck] = []
 
@@ -43,13 +43,9 @@ def start() -> Iterator[Callable[..., HealthCheck]]:
         assert not check._thread.is_alive()
 
 
-def _json(body: Any) -> Answer:
-    return Answer(body=json.dumps(body).encode())
-
-
 def _ours(state: str) -> Callable[[Call], Answer]:
     info = wire.ServerInfo(stock=False, incarnation="one", state=state)
-    return lambda call: _json(info.to_json())
+    return lambda call: json_answer(info.to_json())
 
 
 def _silent(call: Call) -> Answer:
@@ -70,7 +66,7 @@ def _has_been_asked(server: FakeRolloutServer, num_calls: int) -> None:
 
 
 def test_who_has_answered_is_told_of_once_and_asked_no_more_before_that_and_forgotten_when_watched_no_more(
-    server: FakeRolloutServer, start: Callable[..., HealthCheck]
+    server: FakeRolloutServer, start: Start
 ) -> None:
     with FakeRolloutServer(on_get=_silent) as other:  # its workers say nothing: it does not answer
         check = start(server, other)
@@ -90,7 +86,7 @@ def test_who_has_answered_is_told_of_once_and_asked_no_more_before_that_and_forg
 
 
 def test_a_server_that_was_absent_has_answered_once_it_is_known_who_it_is(
-    server: FakeRolloutServer, start: Callable[..., HealthCheck]
+    server: FakeRolloutServer, start: Start
 ) -> None:
     says: list[ServerKind | None] = [None, OURS]
     failures = BackgroundFailures()
@@ -124,7 +120,7 @@ def test_a_server_that_was_absent_has_answered_once_it_is_known_who_it_is(
 
 @pytest.mark.parametrize("state", ["loading", "broken", "closed", wire.INSTALLING_STATE])
 def test_an_engine_that_is_not_ready_is_no_answer(
-    server: FakeRolloutServer, start: Callable[..., HealthCheck], state: str
+    server: FakeRolloutServer, start: Start, state: str
 ) -> None:
     server.on_get = _ours(state)
     check = start(server)
@@ -135,16 +131,14 @@ def test_an_engine_that_is_not_ready_is_no_answer(
     _wait_until_answering(check, 0)
 
 
-def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(
-    start: Callable[..., HealthCheck],
-) -> None:
+def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(start: Start) -> None:
     """ms-swift answers other calls from its arguments, whatever became of its workers."""
     keys: list[str] = []
 
     def stock(call: Call) -> Answer:
         if call.path == wire.STATE_KEYS:
-            return _json({"keys": keys})
-        return _json({"world_size": 1}) if call.path == wire.WORLD_SIZE else Answer(status=404)
+            return json_answer({"keys": keys})
+        return json_answer({"world_size": 1}) if call.path == wire.WORLD_SIZE else Answer(status=404)
 
     with FakeRolloutServer(on_get=stock) as server:
         check = start(server)
@@ -156,7 +150,7 @@ def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(
 
 
 def test_what_goes_wrong_with_one_server_is_noted_and_the_others_are_asked(
-    server: FakeRolloutServer, start: Callable[..., HealthCheck]
+    server: FakeRolloutServer, start: Start
 ) -> None:
     failures = BackgroundFailures()
 
@@ -174,9 +168,7 @@ def test_what_goes_wrong_with_one_server_is_noted_and_the_others_are_asked(
 
 
 @pytest.mark.timeout(120)
-def test_stopping_does_not_wait_for_a_server_that_hangs(
-    server: FakeRolloutServer, start: Callable[..., HealthCheck]
-) -> None:
+def test_stopping_does_not_wait_for_a_server_that_hangs(server: FakeRolloutServer, start: Start) -> None:
     forever = threading.Event()
     server.on_get = lambda call: Answer(after=forever)
     check = start(server)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from fake_rollout_server import Answer, Call, FakeRolloutServer, request
+from fake_rollout_server import Answer, Call, FakeRolloutServer, json_answer, request
 from rollout_batch import generate
 from weight_updates import delivery, server_at
 
@@ -38,10 +36,6 @@ _VERSION = WeightVersion("run", 3)
 _PATIENCE_S = 60.0
 
 
-def _json(value: Any, status: int = 200) -> Answer:
-    return Answer(status=status, body=json.dumps(value).encode())
-
-
 class PlainVllm:
     """Answers as vLLM does; a text ``bad`` is refused, one in ``held`` is answered once its event is set."""
 
@@ -57,14 +51,14 @@ class PlainVllm:
             "/version": {"version": self.release},
         }
         if call.path.startswith("/get_world_size?"):
-            return _json({"world_size": 4 if "true" in call.path else 2})
-        return _json(answers[call.path]) if call.path in answers else Answer(status=404)
+            return json_answer({"world_size": 4 if "true" in call.path else 2})
+        return json_answer(answers[call.path]) if call.path in answers else Answer(status=404)
 
     def post(self, call: Call) -> Answer:
         if call.path == vllm_serve.CHAT:
             text = call.body["messages"][-1]["content"]
             if text == "bad":
-                return _json({"error": {"message": "no"}}, 400)
+                return json_answer({"error": {"message": "no"}}, status=400)
             choice = {
                 "message": {"content": f"echo {text}"},
                 "finish_reason": "stop",
@@ -72,13 +66,13 @@ class PlainVllm:
                 "logprobs": {"content": [{"logprob": -0.5}]} if call.body.get("logprobs") else None,
             }
             name = vllm_serve.engine_name(call.body["request_id"])
-            reply = _json({"id": name, "choices": [choice], "prompt_token_ids": [1, 2]})
+            reply = json_answer({"id": name, "choices": [choice], "prompt_token_ids": [1, 2]})
             return Answer(body=reply.body, after=self.held) if text == "slow" else reply
         if call.path == vllm_serve.UPDATE_WEIGHTS:  # the workers answer once they have all of a bucket
             return Answer(body=b"{}", after=self.taken)
         if self.worker_fault and call.path == vllm_serve.START_UPDATE:
-            return _json({"error": {"message": self.worker_fault}}, 500)
-        return _json({})
+            return json_answer({"error": {"message": self.worker_fault}}, status=500)
+        return json_answer({})
 
 
 @pytest.fixture

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import speaking
 from dropping_port import LINEAR, a_push_to_a_dropping_port, dropping_port
-from fake_rollout_server import Answer, Call, FakeRolloutServer
+from fake_rollout_server import Answer, Call, FakeRolloutServer, json_answer
 from stalled_peer import PART_BYTES, SECRET
 from stopped_process import stop_process
 from torch.distributed import TCPStore
@@ -45,29 +43,16 @@ KILLED_BY_S = 60.0
 T = 10.0  # of it 8 for calls; the second part is taken after 3, so a limit counted from there would pass T
 
 
-@contextmanager
-def peer(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its first line; killed at the end, frozen or not."""
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1].joinpath("stalled_peer.py")), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert process.stdout is not None
-    try:
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait(KILLED_BY_S)
-        process.stdout.close()
+def peer(*arguments: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """The process and its first line."""
+    return speaking(Path(__file__).parents[1] / "stalled_peer.py", *arguments)
 
 
 def answering_as_ours(manifest: tuple[wire.TensorSpec, ...]) -> FakeRolloutServer:
     info = wire.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
     return FakeRolloutServer(
-        on_get=lambda call: Answer(body=json.dumps(info.to_json()).encode()),
-        on_reset=lambda call: Answer(body=json.dumps(ANSWER.to_json()).encode()),
+        on_get=lambda call: json_answer(info.to_json()),
+        on_reset=lambda call: json_answer(ANSWER.to_json()),
     )
 
 

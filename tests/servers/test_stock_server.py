@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_rollout_server import Answer, Behaviour, FakeRolloutServer, outputs
+from fake_rollout_server import Answer, Behaviour, FakeRolloutServer, json_answer
 from stock_engines import StandInEngine, stock_server
 from weight_updates import make_spec
 
@@ -69,7 +69,7 @@ def test_of_a_server_that_asks_again_the_first_turn_counts(
         "response_token_ids": [first, second],
     }
     with FakeRolloutServer() as running, ServerSession(running.url) as session:
-        running.on_infer = lambda call: outputs([record])
+        running.on_infer = lambda call: json_answer([record])
         spec = make_spec(AMPLE_S, canary=CANARY)
         if proven:
             assert prove_server(session, spec, wire.ServerInfo(stock=True), {}) == "canary"

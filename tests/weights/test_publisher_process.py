@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,6 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from commands import speaking
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
@@ -321,10 +320,8 @@ time.sleep(60)
 
 
 def test_the_process_ends_with_a_rank_that_is_killed() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", _RANK], stdout=subprocess.PIPE, env=environment) as rank:
-        assert rank.stdout is not None
-        process = psutil.Process(int(rank.stdout.readline()))
+    with speaking("-c", _RANK) as (rank, said):
+        process = psutil.Process(int(said))
         rank.kill()
     psutil.wait_procs([process], timeout=LONGEST_WAIT_S)
     assert not process.is_running()

@@ -27,6 +27,7 @@ from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.transport import Delivery, OurTransport, WeightTransport
 from swift_stage2.weights.waited_updates import WaitedUpdates
 
+Servers = list[FakeRolloutServer]
 LIMIT_S = 60.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each
 
@@ -133,9 +134,7 @@ def servers() -> Iterator[list[FakeRolloutServer]]:
 def at_once(number: int) -> None: ...
 
 
-def test_weights_are_read_once_for_all_servers_and_sent_from_one_memory(
-    servers: list[FakeRolloutServer],
-) -> None:
+def test_weights_are_read_once_for_all_servers_and_sent_from_one_memory(servers: Servers) -> None:
     scene = Scene(servers, at_once, at_once)
     outcome = scene.run()
     assert outcome.proven == (0, 1)
@@ -150,7 +149,7 @@ def test_weights_are_read_once_for_all_servers_and_sent_from_one_memory(
 
 
 def test_training_goes_on_while_a_push_waits_and_the_server_gets_the_weights_of_the_beginning(
-    servers: list[FakeRolloutServer],
+    servers: Servers,
 ) -> None:
     let_go = threading.Event()
     scene = Scene(servers[:1], lambda number: let_go.wait(LIMIT_S))
@@ -167,7 +166,7 @@ def test_training_goes_on_while_a_push_waits_and_the_server_gets_the_weights_of_
         assert firsts(scene.transports[0]) == [100.0 * (version - 1) + n for n in range(NUM_BUCKETS)]
 
 
-def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[FakeRolloutServer]) -> None:
+def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: Servers) -> None:
     def die_at_the_second(number: int) -> None:
         if number == 1:
             raise ServerFault("the server was lost while weights were sent")
@@ -181,9 +180,7 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
 
 
 @pytest.mark.parametrize("bad", range(NUM_BUCKETS))
-def test_weights_that_are_not_finite_end_every_push_and_are_named(
-    servers: list[FakeRolloutServer], bad: int
-) -> None:
+def test_weights_that_are_not_finite_end_every_push_and_are_named(servers: Servers, bad: int) -> None:
     scene = Scene(servers, at_once, at_once)
     with torch.no_grad():
         scene.module[bad][3, 3] = float("nan")
@@ -195,7 +192,7 @@ def test_weights_that_are_not_finite_end_every_push_and_are_named(
 
 
 def test_an_export_that_fails_is_told_and_no_server_is_asked(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(servers, at_once, at_once)
 
@@ -208,9 +205,7 @@ def test_an_export_that_fails_is_told_and_no_server_is_asked(
     assert [server.calls for server in servers] == [[], []]
 
 
-def test_a_push_that_hangs_costs_its_server_the_version_and_the_next_one_gets_there(
-    servers: list[FakeRolloutServer],
-) -> None:
+def test_a_push_that_hangs_costs_its_server_the_version_and_the_next_one_gets_there(servers: Servers) -> None:
     let_go = threading.Event()
     scene = Scene(servers, at_once, lambda number: let_go.wait(LIMIT_S))
     updates = scene.updates(timeout_s=4.0)
@@ -228,7 +223,7 @@ def test_a_push_that_hangs_costs_its_server_the_version_and_the_next_one_gets_th
 
 
 def test_a_run_that_ends_gives_a_push_that_runs_some_time_and_then_ends_it(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_module, "_LAST_PUSH_S", 0.1)
     stuck, closed = threading.Event(), threading.Event()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import types
 from typing import Any
 
 import pytest
 import torch
-from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer
+from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, json_answer
 from weight_updates import delivery, make_updates, mark_suspect, server_at
 
 from swift_stage2 import wire
@@ -87,7 +86,7 @@ def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server
 
 
 def test_a_stock_server_that_still_computes_gets_no_weights(server: FakeRolloutServer) -> None:
-    server.on_reset = lambda call: Answer(body=json.dumps({"message": "status: False"}).encode())
+    server.on_reset = lambda call: json_answer({"message": "status: False"})
     made: list[RecordedTransport] = []
     outcome = _sync(server, made, lambda: RecordedTransport(server)).run([0])
     assert outcome.failed == (0,)
