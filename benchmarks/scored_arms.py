@@ -100,7 +100,7 @@ def correct(processes: Processes, rows: Path, checkpoint: Path, output: Path) ->
 
 
 def score(processes: Processes, rows: Path, checkpoint: Path, output: Path) -> dict[str, Any]:
-    """What ``evaluate`` finds, without classes, intervals and calibration by score."""
+    """Scores a checkpoint by ``evaluate``; leaves out what it tells of classes, intervals and calibration."""
     name = "-".join(("scores", *output.parts[-3:]))
     processes.run(name, evaluation_command(rows, checkpoint, output), deadline_s=_SCORE_DEADLINE_S)
     found: dict[str, Any] = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def scores_of(found: Mapping[str, Any]) -> dict[str, float]:
 def score_table(
     when: str, start: Mapping[str, float], arms: Sequence[ScoredArm], references: Mapping[str, str]
 ) -> ResultTable:
-    """What all began with, then one row per name: means over seeds, with the range where there are several.
+    """The table: a row for stage 1, then one per arm with its mean over seeds, and the range where there are several.
 
     ``references`` by heading: the arm over which the gain in F1 is told, seed by seed.
     """

@@ -16,7 +16,7 @@ _DEADLINE_S = 300.0  # DeepSpeed compiles an operator first
 
 
 def run_ranks(program: Path, *words: str, status: int = 0, **environment: str) -> tuple[list[str], list[str]]:
-    """What each rank wrote to its output, and to its errors. Both must end with ``status``."""
+    """Runs the program on both ranks; returns their outputs and their errors. Both must end with ``status``."""
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     job |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}

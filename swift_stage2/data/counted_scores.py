@@ -60,7 +60,7 @@ class CountedScores:
         }
 
     def _tally(self, images: Numbers, columns: Numbers) -> csr_array:
-        """How many per image, a column per part; ``columns`` has a row for each kind."""
+        """Counts objects: shape (num_images, num_parts). ``columns``, (num_kinds, num_objects), are their parts."""
         places = np.tile(images, len(columns)), columns.ravel()
         shape = self._num_images, len(self.parts)
         return csr_array((np.ones(columns.size, dtype=np.int64), places), shape=shape)
